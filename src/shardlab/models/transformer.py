@@ -1,0 +1,195 @@
+"""One Transformer for both tasks: a causal language model, or a classifier that reads the first token.
+
+Numerically it is a stack of torch.nn.TransformerEncoderLayer between a scaled embedding and a linear head, forward
+and backward, written out so that it can be split: every parameter comes from the table, attention's heads are a dim
+of their own, and dropout takes the step's masks instead of a generator.
+
+Attention is written out too, not F.scaled_dot_product_attention: its probabilities are dropped by our masks, and
+its fused backward sums in no fixed order on CUDA.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardlab.config.schema import Activation, Norm, Positions
+from shardlab.models.parameters import parameter_table
+from shardlab.models.shape import Shape
+from shardlab.parallel.dropout import Masks
+from shardlab.parallel.table import ParameterTable
+
+BLOCK_SITES = ("attention", "attention_out", "feed_forward", "feed_forward_out")
+"""Where a block drops: attention probabilities, attention's output, the hidden features, the block's output."""
+
+
+def dropout_sites(shape: Shape) -> list[str]:
+    """Every site of the whole model; a site's index here is its number, whatever part of the model a rank holds."""
+    return ["embedding", *(f"layers.{layer}.{site}" for layer in range(shape.n_layers) for site in BLOCK_SITES)]
+
+
+def sinusoid(length: int, d_model: int) -> Tensor:
+    """Fixed position vectors: fp64 [length, d_model], sines at even features and cosines at odd ones.
+
+    Source: Vaswani et al. 2017, section 3.5.
+    """
+    position = torch.arange(length, dtype=torch.float64).unsqueeze(1)
+    frequency = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * (-math.log(10000.0) / d_model))
+    angle = position * frequency
+    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)
+
+
+def attention_mask(lengths: Tensor, seq: int, causal: bool) -> Tensor:
+    """Which keys a query may not see: bool [rows, 1, queries or 1, keys], True where hidden.
+
+    lengths: int64 [rows]; keys from there on are padding
+    """
+    places = torch.arange(seq, device=lengths.device)
+    hidden = (places >= lengths[:, None])[:, None, None, :]
+    return hidden | (places > places[:, None]) if causal else hidden
+
+
+class _Parameters(nn.Module):
+    """A module whose parameters are named and shaped by the table; on the meta device until materialised."""
+
+    def __init__(self, table: ParameterTable, name: str) -> None:
+        super().__init__()
+        for leaf in ("weight", "bias"):
+            if entry := table.entries.get(f"{name}.{leaf}"):
+                self.register_parameter(leaf, nn.Parameter(torch.empty(entry.shape, device="meta")))
+
+
+class Linear(_Parameters):
+    """x @ weight.T + bias, with any number of dims of features on either side flattened to one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., inputs]; returns [..., outputs]"""
+        return F.linear(x, self.weight.reshape(-1, x.shape[-1]), self.bias.flatten())
+
+
+class LayerNorm(_Parameters):
+    """Layer normalisation over the features, eps 1e-5 as in torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., d_model]"""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias)
+
+
+class Embedding(_Parameters):
+    """A row of the weight for each index."""
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """indices: int64 [...]; returns [..., d_model]"""
+        return F.embedding(indices, self.weight)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention."""
+
+    def __init__(self, table: ParameterTable, name: str) -> None:
+        super().__init__()
+        self.qkv = Linear(table, f"{name}.qkv")
+        self.out = Linear(table, f"{name}.out")
+
+    def forward(self, x: Tensor, hidden: Tensor, masks: Masks | None, site: int) -> Tensor:
+        """x: [rows, seq, d_model]; hidden: see `attention_mask`; site: of the probabilities' dropout"""
+        rows, seq, _ = x.shape
+        _, n_heads, d_head, _ = self.qkv.weight.shape
+        q, k, v = self.qkv(x).view(rows, seq, 3, n_heads, d_head).permute(2, 0, 3, 1, 4)
+        scores = (q * d_head**-0.5) @ k.transpose(-2, -1)
+        probabilities = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        if masks is not None:
+            probabilities = masks.drop(probabilities, site)
+        mixed = (probabilities @ v).transpose(1, 2).reshape(rows, seq, n_heads * d_head)
+        return cast(Tensor, self.out(mixed))
+
+
+class FeedForward(nn.Module):
+    """Two linear maps with a non-linearity and a dropout between."""
+
+    def __init__(self, table: ParameterTable, name: str, activation: Activation) -> None:
+        super().__init__()
+        self.up = Linear(table, f"{name}.up")
+        self.down = Linear(table, f"{name}.down")
+        self._activation = F.relu if activation is Activation.relu else F.gelu
+
+    def forward(self, x: Tensor, masks: Masks | None, site: int) -> Tensor:
+        """x: [rows, seq, d_model]"""
+        x = self._activation(self.up(x))
+        return cast(Tensor, self.down(x if masks is None else masks.drop(x, site)))
+
+
+class Block(nn.Module):
+    """One layer: attention, then feed-forward, each with its residual sum and normalisation."""
+
+    def __init__(self, table: ParameterTable, layer: int, shape: Shape) -> None:
+        super().__init__()
+        name = f"layers.{layer}"
+        self.attention = Attention(table, f"{name}.attention")
+        self.attention_norm = LayerNorm(table, f"{name}.attention_norm")
+        self.feed_forward = FeedForward(table, f"{name}.feed_forward", shape.activation)
+        self.feed_forward_norm = LayerNorm(table, f"{name}.feed_forward_norm")
+        self._pre = shape.norm is Norm.pre
+        self._first_site = 1 + layer * len(BLOCK_SITES)
+
+    def forward(self, x: Tensor, hidden: Tensor, masks: Masks | None) -> Tensor:
+        """x: [rows, seq, d_model]; hidden: see `attention_mask`; masks None: nothing is dropped"""
+        first = self._first_site
+
+        def dropped(y: Tensor, site: int) -> Tensor:
+            return y if masks is None else masks.drop(y, site)
+
+        if self._pre:
+            x = x + dropped(self.attention(self.attention_norm(x), hidden, masks, first), first + 1)
+            return x + dropped(self.feed_forward(self.feed_forward_norm(x), masks, first + 2), first + 3)
+        x = self.attention_norm(x + dropped(self.attention(x, hidden, masks, first), first + 1))
+        return cast(Tensor, self.feed_forward_norm(x + dropped(self.feed_forward(x, masks, first + 2), first + 3)))
+
+
+class Transformer(nn.Module):
+    """The whole model, built on the meta device; `parallel.table.materialise` gives it values.
+
+    Raises nothing of its own: a shape that can't be built is refused by config.check.
+    """
+
+    def __init__(self, shape: Shape, table: ParameterTable | None = None) -> None:
+        super().__init__()
+        table = table or parameter_table(shape)
+        self.shape = shape
+        self.embedding = Embedding(table, "embedding")
+        if shape.positions is Positions.learned:
+            self.positions = Embedding(table, "positions")
+        self.layers = nn.ModuleDict({str(layer): Block(table, layer, shape) for layer in range(shape.n_layers)})
+        if shape.norm is Norm.pre:
+            self.norm = LayerNorm(table, "norm")
+        self.head = Linear(table, "head")
+        self._sinusoid = torch.empty(0)
+
+    def forward(self, inputs: Tensor, lengths: Tensor, masks: Masks | None = None) -> Tensor:
+        """Logits: [rows, seq, vocab_size] of a language model, [rows, classes] of a classifier.
+
+        inputs: int64 [rows, seq]; lengths: int64 [rows], positions from there on are padding
+        masks: the micro-batch's dropout; None drops nothing
+        """
+        x = self.embedding(inputs) * math.sqrt(self.shape.d_model) + self._position_vectors(inputs.shape[1])
+        if masks is not None:
+            x = masks.drop(x, 0)
+        hidden = attention_mask(lengths, inputs.shape[1], self.shape.causal)
+        for block in self.layers.values():
+            x = block(x, hidden, masks)
+        if self.shape.norm is Norm.pre:
+            x = self.norm(x)
+        return cast(Tensor, self.head(x if self.shape.causal else x[:, 0]))
+
+    def _position_vectors(self, seq: int) -> Tensor:
+        """[seq, d_model] in the parameters' dtype, on their device."""
+        if self.shape.positions is Positions.learned:
+            return self.positions.weight[:seq]
+        like = self.embedding.weight
+        if self._sinusoid.shape[0] < seq or self._sinusoid.dtype != like.dtype or self._sinusoid.device != like.device:
+            self._sinusoid = sinusoid(seq, self.shape.d_model).to(like)
+        return self._sinusoid[:seq]

@@ -1,0 +1,77 @@
+"""Dropout whose masks belong to the computation, not to the process.
+
+Whether an element is dropped is a stateless integer hash of (seed, step, site in the model, row number in the
+global batch, position, feature), or (.., row, head, query, key) for attention probabilities. There is no
+generator and no state: a rank computes the mask of just the slice that it holds, and any cut of the rows, any
+padding and any mesh give the same mask.
+
+The mixer is lowbias32 (Chris Wellons, "Prospecting for Hash Functions", 2018: xorshift-multiply finalizer of the
+murmur type with the lowest bias found), applied once per index: h = mix(h ^ mix(index)). It runs in int32, which
+every torch backend has (uint32 has no shift or compare); torch's int32 shift is arithmetic, hence the masks after
+it. A site's key is 64 bits wide, one word mixed in at the rows and one at the next index: with one 32-bit word
+the keys of a long run collide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
+
+
+def mix(x: Tensor) -> Tensor:
+    """lowbias32 of each element. x: int32; returns a new int32 tensor of the same shape."""
+    shifted = (x >> 16).bitwise_and_(0xFFFF)
+    x = shifted.bitwise_xor_(x).mul_(_FIRST)
+    shifted = (x >> 15).bitwise_and_(0x1FFFF)
+    x = shifted.bitwise_xor_(x).mul_(_SECOND)
+    shifted = (x >> 16).bitwise_and_(0xFFFF)
+    return shifted.bitwise_xor_(x)
+
+
+def step_keys(seed: int, step: int, sites: list[str], device: torch.device) -> Tensor:
+    """The key of each site at a step: int32 [sites, 2]. Made on the CPU, so that it is the same everywhere."""
+    words = b"".join(hashlib.blake2b(f"{seed}/{step}/{site}".encode(), digest_size=8).digest() for site in sites)
+    keys = torch.frombuffer(bytearray(words), dtype=torch.int32) if words else torch.empty(0, dtype=torch.int32)
+    return keys.view(-1, 2).to(device)
+
+
+def keep(key: Tensor, indices: list[Tensor], p: float) -> Tensor:
+    """Which elements stay: bool of shape [len(i) for i in indices].
+
+    key: int32 [2]
+    indices: at least two int vectors; the first numbers the rows
+    p: probability of being dropped, 0..1
+    """
+    premixed = [mix(index.to(torch.int32)) for index in indices]
+    h = mix(premixed[0] ^ key[0])
+    premixed[1] = premixed[1] ^ key[1]
+    for index in premixed[1:]:
+        h = mix(h.unsqueeze(-1) ^ index)
+    return h >= round(p * 2**32) - 2**31
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The dropout of one micro-batch in one step.
+
+    keys: int32 [sites, 2] by `step_keys`; a site is named by its index there
+    rows: int64 [rows], numbers in the global batch
+    p: probability of an element being dropped, 0..1
+    """
+
+    keys: Tensor
+    rows: Tensor
+    p: float
+
+    def drop(self, x: Tensor, site: int) -> Tensor:
+        """Zero a share p of x and scale the rest by 1/(1-p).
+
+        x: [rows, positions, features], or attention probabilities [rows, heads, queries, keys]
+        """
+        indices = [self.rows, *(torch.arange(size, device=x.device) for size in x.shape[1:])]
+        return x * keep(self.keys[site], indices, self.p).to(x.dtype).mul_(1 / (1 - self.p))

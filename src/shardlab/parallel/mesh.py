@@ -1,0 +1,111 @@
+"""The mesh: how many ranks stand along each of the four axes, and which ranks share a line.
+
+Every strategy is a point in this space. Code asks the mesh, never a strategy's name; the names that tables and
+run names show are derived from it here. The sizes need no torch, so that the command line can reason about
+them; `connect` makes the process groups once the ranks exist.
+
+Ranks are numbered with tensor innermost and pipeline outermost: the axis that talks most gets the nearest ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+AXES = ("pipeline", "replicate", "shard", "tensor")
+"""Outermost first."""
+
+DATA_AXES = ("replicate", "shard")
+"""The axes along which ranks train different rows of a step."""
+
+_SHOWN_AS = {"pipeline": "pipeline", "replicate": "ddp", "shard": "zero", "tensor": "tensor"}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The size of each axis.
+
+    pipeline: stages, each a consecutive piece of the layers
+    replicate: copies that each train a share of the step's rows
+    shard: as replicate, with parameters, gradients or optimizer state cut between the copies (ZeRO)
+    tensor: parts that each matrix is cut into
+    """
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis."""
+        return int(getattr(self, axis))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in the whole mesh."""
+        return math.prod(self.size(axis) for axis in AXES)
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of shares that a step's rows are dealt into."""
+        return self.replicate * self.shard
+
+    @property
+    def name(self) -> str:
+        """For run names and tables: 'single', 'ddp2', 'pipeline2-ddp2'."""
+        parts = [f"{_SHOWN_AS[axis]}{self.size(axis)}" for axis in AXES if self.size(axis) > 1]
+        return "-".join(parts) or "single"
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """A rank's place along each axis."""
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, self.size(axis))
+        return place
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of a step's rows a rank trains: 0..data_ranks-1."""
+        place = self.coordinate(rank)
+        return place["replicate"] * self.shard + place["shard"]
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A rank's view of the mesh once the ranks are connected.
+
+    groups: by axis, the ranks that differ from this one along that axis alone; None where the axis has one rank
+    """
+
+    mesh: Mesh
+    rank: int
+    groups: dict[str, ProcessGroup | None]
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a step's rows this rank trains."""
+        return self.mesh.data_rank(self.rank)
+
+    def sum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """Sum x in place over the ranks along some axes; returns it."""
+        import torch.distributed as dist
+
+        for axis in axes:
+            if (group := self.groups[axis]) is not None:
+                dist.all_reduce(x, op=dist.ReduceOp.SUM, group=group)
+        return x
+
+
+def connect(mesh: Mesh, rank: int, device_type: str) -> Connected:
+    """Make the process groups of every axis. Needs an initialised default process group if mesh.ranks > 1."""
+    if mesh.ranks == 1:
+        return Connected(mesh, rank, dict.fromkeys(AXES))
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = tuple(mesh.size(axis) for axis in AXES)
+    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    return Connected(mesh, rank, {axis: device_mesh.get_group(axis) if mesh.size(axis) > 1 else None for axis in AXES})

@@ -1,0 +1,142 @@
+"""The parameter table: everything that is known of a parameter before it exists.
+
+A model writes its table from the config alone. Building, initialising, reducing, the gradient norm, checkpoints
+and parity read it; nothing else decides a name, a shape or a placement.
+
+A parameter's first value is drawn from (seed, its canonical name), always on the CPU in fp32 and whole, then cast:
+so every mesh, device and precision starts from the same numbers. No rank ever needs another parameter for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.parallel.mesh import AXES
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """U(-bound, bound)."""
+
+    bound: float
+
+    def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """fp32 on the CPU."""
+        return torch.empty(shape).uniform_(-self.bound, self.bound, generator=generator)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """N(0, std^2)."""
+
+    std: float
+
+    def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """fp32 on the CPU."""
+        return torch.empty(shape).normal_(0.0, self.std, generator=generator)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+
+    def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """fp32 on the CPU."""
+        return torch.full(shape, self.value)
+
+
+Law = Uniform | Normal | Constant
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter.
+
+    name: canonical; no wrapper or stage number ever shows in it
+    shape: of the whole parameter, whatever a rank holds of it
+    law: of its first value
+    layer: where it stands along the pipeline: -1 before the first layer, n_layers after the last
+    tensor_dim: the dim that the tensor axis cuts; None: every rank of that axis holds it whole
+    tied_to: the entry whose values this one shares, if any
+    summed_over: the axes over which its gradient must be summed
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    law: Law
+    layer: int
+    tensor_dim: int | None = None
+    tied_to: str | None = None
+    summed_over: tuple[str, ...] = ("replicate", "shard")
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the whole parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ParameterTable:
+    """The parameters of a model, in forward order, by canonical name."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def add(self, entry: Entry) -> None:
+        """Append an entry; a second one of the same name, or an unknown axis, is a bug."""
+        if entry.name in self.entries or not set(entry.summed_over) <= set(AXES):
+            raise ValueError(f"bad table entry {entry.name}")
+        self.entries[entry.name] = entry
+
+    def __getitem__(self, name: str) -> Entry:
+        return self.entries[name]
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries.values())
+
+    @property
+    def own(self) -> list[Entry]:
+        """The entries that hold values of their own: a tied group counts once."""
+        return [entry for entry in self if entry.tied_to is None]
+
+    @property
+    def elements(self) -> int:
+        """Number of trained elements of the whole model."""
+        return sum(entry.elements for entry in self.own)
+
+
+def initial_value(entry: Entry, seed: int) -> Tensor:
+    """The whole parameter's first value: fp32 on the CPU, a function of (seed, name) alone."""
+    digest = hashlib.blake2b(f"{seed}/{entry.name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return entry.law.draw(entry.shape, generator)
+
+
+def held(model: nn.Module, table: ParameterTable) -> list[tuple[Entry, nn.Parameter]]:
+    """The parameters that this rank's model holds, in the table's order, a tied group once.
+
+    Raises ValueError where the model holds a parameter that the table doesn't know.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if unknown := parameters.keys() - table.entries.keys():
+        raise ValueError(f"parameters without a table entry: {sorted(unknown)}")
+    return [(entry, parameters[entry.name]) for entry in table.own if entry.name in parameters]
+
+
+def materialise(model: nn.Module, table: ParameterTable, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a model that was built on the meta device its first values, one parameter at a time."""
+    owners = {name: owner for name, owner in model.named_modules()}
+    made: dict[str, nn.Parameter] = {}
+    for name in [name for name, _ in model.named_parameters(remove_duplicate=False)]:
+        source = table[name].tied_to or name
+        if source not in made:
+            made[source] = nn.Parameter(initial_value(table[source], seed).to(device=device, dtype=dtype))
+        owner, _, leaf = name.rpartition(".")
+        setattr(owners[owner], leaf, made[source])

@@ -1,0 +1,76 @@
+"""Putting one rank's part together: model, optimizer and reducer from config, mesh and dataset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardlab.config.schema import Config, Precision, StrategyConfig
+from shardlab.data.dataset import Batch, Dataset
+from shardlab.errors import ShardlabError
+from shardlab.models.parameters import parameter_table
+from shardlab.models.shape import Shape, shape_of
+from shardlab.models.transformer import Transformer
+from shardlab.parallel.mesh import Connected, Mesh
+from shardlab.parallel.microbatch import MicroBatch, parts, share, take
+from shardlab.parallel.replicate import GradientSum
+from shardlab.parallel.table import Entry, ParameterTable, held, materialise
+
+DTYPES = {Precision.fp32: torch.float32, Precision.fp64: torch.float64}
+
+
+@dataclass(frozen=True)
+class Training:
+    """All that a rank trains with. held: the parameters it holds, in the table's order."""
+
+    config: Config
+    mesh: Connected
+    device: torch.device
+    dataset: Dataset
+    shape: Shape
+    table: ParameterTable
+    model: Transformer
+    held: list[tuple[Entry, nn.Parameter]]
+    optimizer: torch.optim.Optimizer
+    gradient_sum: GradientSum
+
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """This rank's share of a step's micro-batches, on its device; at least one."""
+        mesh, trainer = self.mesh.mesh, self.config.trainer
+        cut = parts(len(batch.inputs), trainer.micro_batch, trainer.micro_batches, mesh.data_ranks)
+        width = max(map(len, cut))
+        mine = share(cut, self.mesh.data_rank, mesh.data_ranks)
+        rows = (take(number, cut[number], width, batch.inputs, batch.targets, batch.lengths) for number in mine)
+        return [micro_batch.to(self.device) for micro_batch in rows]
+
+
+def mesh_of(strategy: StrategyConfig) -> Mesh:
+    """The point in the space of meshes that a config names."""
+    return Mesh(
+        pipeline=strategy.pipeline, replicate=strategy.replicate, shard=strategy.shard, tensor=strategy.tensor
+    )
+
+
+def build(config: Config, mesh: Connected, device: torch.device, dataset: Dataset) -> Training:
+    """Raises ShardlabError where torch refuses the optimizer's arguments."""
+    shape = shape_of(config.model, dataset.vocab_size, dataset.n_classes, dataset.max_len)
+    table = parameter_table(shape)
+    model = Transformer(shape, table)
+    materialise(model, table, config.seed, DTYPES[config.precision.name], device)
+    parameters = held(model, table)
+    optimizer = build_optimizer(config, [parameter for _, parameter in parameters])
+    gradient_sum = GradientSum(parameters, mesh.groups["replicate"])
+    return Training(config, mesh, device, dataset, shape, table, model, parameters, optimizer, gradient_sum)
+
+
+def build_optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The class of torch.optim that the config names (config.check knows which there are)."""
+    optimizer = config.optimizer
+    try:
+        made = getattr(torch.optim, optimizer.name)(parameters, lr=optimizer.lr, **optimizer.kwargs)
+    except (TypeError, ValueError) as error:
+        raise ShardlabError(f"optimizer.name={optimizer.name} refuses its arguments: {error}") from error
+    assert isinstance(made, torch.optim.Optimizer)
+    return made

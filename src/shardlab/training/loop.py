@@ -1,0 +1,149 @@
+"""A rank's whole life in a run: get ready, train and evaluate by turns, test the best model, say what it cost.
+
+Rank 0 writes the run record; the others write what only they know. The launcher reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardlab.config.schema import Config
+from shardlab.data.dataset import Dataset, open_dataset
+from shardlab.data.rows import feed
+from shardlab.parallel.mesh import connect
+from shardlab.tracking.record import EventLog
+from shardlab.training.best import load_best, save_best
+from shardlab.training.build import Training, build, mesh_of
+from shardlab.training.device import device_name, meet, peak_memory, prepare_device
+from shardlab.training.evaluation import evaluate
+from shardlab.training.learning_rate import learning_rate
+from shardlab.training.place import Place
+from shardlab.training.step import train_step
+
+_kept: list[object] = []
+"""Holds what must outlive the process group until the process leaves by os._exit: freed earlier, gloo may hang."""
+
+
+def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> None:
+    """Train as one rank of a run. The launcher calls this in a fresh process, whose output goes to rank-N.log.
+
+    Writes events.jsonl (rank 0) or rank-N.jsonl, and checkpoints/best.safetensors (rank 0).
+    """
+    device = prepare_device(config.runtime, place)
+    meet(place, device, config.runtime.timeout)
+    training = build(config, connect(mesh_of(config.strategy), place.rank, device.type), device, open_dataset(data_dir))
+    _kept.append(training)
+    log = EventLog(run_dir / ("events.jsonl" if place.rank == 0 else f"rank-{place.rank}.jsonl"))
+    total_steps, epoch_steps = length(config, training.dataset)
+    if place.rank == 0:
+        log.write("start", **start_facts(training, total_steps, epoch_steps))
+    train(training, log, run_dir, total_steps, epoch_steps)
+    log.write("rank", **rank_facts(training, place))
+    log.close()
+    if place.ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def length(config: Config, dataset: Dataset) -> tuple[int, int]:
+    """Number of steps in the whole run and in an epoch. Raises ShardlabError where the data is too short for one."""
+    trainer = config.trainer
+    epoch_steps = dataset.steps("train", trainer.global_batch)
+    if trainer.epoch_steps is not None:
+        epoch_steps = min(epoch_steps, trainer.epoch_steps)
+    limits = [trainer.steps, trainer.epochs and trainer.epochs * epoch_steps]
+    return min((limit for limit in limits if limit), default=epoch_steps), epoch_steps
+
+
+def train(training: Training, log: EventLog, run_dir: Path, total_steps: int, epoch_steps: int) -> None:
+    """All steps, the evaluations between them, and the best model's test."""
+    config = training.config
+    trainer = config.trainer
+    best = float("inf")
+    last = time.perf_counter()
+    for step, epoch, batch in steps(training, total_steps, epoch_steps):
+        lr = learning_rate(config.scheduler, config.optimizer.lr, step, epoch_steps, total_steps)
+        result = train_step(training, batch, step, lr)
+        now = time.perf_counter()
+        if training.mesh.rank == 0:
+            log.write(
+                "step",
+                step=step,
+                epoch=epoch,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=lr,
+                tokens=batch.tokens,
+                seconds=now - last,
+            )
+        if step == total_steps or step % (trainer.eval_every or epoch_steps) == 0:
+            loss = report(training, log, "val", step)
+            if loss < best or step == total_steps and best == float("inf"):
+                best = loss
+                save_best(training, run_dir)
+                if training.mesh.rank == 0:
+                    log.write("best", step=step, loss=loss)
+            now = time.perf_counter()
+        last = now
+    if trainer.test:
+        if training.mesh.mesh.ranks > 1:
+            dist.barrier()  # rank 0 has written the best model
+        load_best(training, run_dir)
+        report(training, log, "test", total_steps)
+
+
+def steps(training: Training, total_steps: int, epoch_steps: int):  # type: ignore[no-untyped-def]
+    """Yield (step from 1, epoch from 0, global batch) until total_steps."""
+    config = training.config
+    for epoch in range(-(-total_steps // epoch_steps)):
+        first = epoch * epoch_steps
+        batches = feed(
+            training.dataset,
+            "train",
+            global_batch=config.trainer.global_batch,
+            seed=config.seed,
+            epoch=epoch,
+            stop=min(epoch_steps, total_steps - first),
+        )
+        for number, batch in enumerate(batches, first + 1):
+            yield number, epoch, batch
+
+
+def report(training: Training, log: EventLog, split: str, step: int) -> float:
+    """Evaluate on a split and write it down; returns the loss."""
+    started = time.perf_counter()
+    values = evaluate(training, split, training.config.trainer.eval_batches)
+    if training.mesh.rank == 0:
+        log.write("eval", split=split, step=step, **values, seconds=time.perf_counter() - started)
+    return values["loss"]
+
+
+def start_facts(training: Training, total_steps: int, epoch_steps: int) -> dict[str, object]:
+    """What is known before the first step."""
+    return {
+        "total_steps": total_steps,
+        "epoch_steps": epoch_steps,
+        "mesh": training.mesh.mesh.name,
+        "ranks": training.mesh.mesh.ranks,
+        "parameters": training.table.elements,
+        "vocab_size": training.shape.vocab_size,
+        "dataset": training.dataset.facts,
+        "fingerprint": training.dataset.fingerprint,
+        "backend": dist.get_backend() if dist.is_initialized() else None,
+    }
+
+
+def rank_facts(training: Training, place: Place) -> dict[str, object]:
+    """What only this rank knows."""
+    return {
+        "rank": place.rank,
+        "pid": os.getpid(),
+        "device": device_name(training.device),
+        "threads": torch.get_num_threads(),
+        "peak_memory": peak_memory(training.device),
+    }
