@@ -1,0 +1,133 @@
+"""Which rank failed first, and why.
+
+When one rank dies, the others fail a moment later because their connection to it broke. Those echoes often reach
+the launcher first, so arrival does not decide. An error that is no echo wins, and so does a rank killed by a
+signal; among these the earliest. Only where nothing else is known does an echo count.
+"""
+
+import signal
+import traceback
+from dataclasses import dataclass
+
+from shardlab.errors import ShardlabError
+
+ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Read error",
+    "Write error",
+    "recvValue failed",
+    "sendBytes failed",
+    "Timed out waiting",
+    "wait timeout",
+    "connectFullMesh failed",
+    "ncclRemoteError",
+    "ncclSystemError",
+    "NCCL communicator was aborted",
+)
+"""What torch.distributed says, on gloo, nccl and its stores, when another rank has gone."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that ended a rank, in the rank's own words.
+
+    when: seconds of the monotonic clock, which all processes of a machine share
+    summary: one line, "ValueError: what it said"
+    text: the traceback
+    user_error: the message, if it was a ShardlabError
+    echo: it only says that another rank has gone
+    """
+
+    when: float
+    summary: str
+    text: str
+    user_error: str | None
+    echo: bool
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank that ended without a word. when: as the launcher noticed it; code: exit status, or minus the signal."""
+
+    when: float
+    code: int
+
+    @property
+    def summary(self) -> str:
+        """The claim about the rank: "was killed by SIGKILL (out of memory?)"."""
+        if self.code >= 0:
+            return f"left with exit status {self.code} before it had finished"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        return f"was killed by {name}" + (
+            " (out of memory?)" if self.code == -signal.SIGKILL else ""
+        )
+
+    @property
+    def echo(self) -> bool:
+        """A thread of gloo that loses its peer may abort the process, so an abort counts after everything else."""
+        return self.code == -signal.SIGABRT
+
+
+def describe_failure(error: BaseException, when: float) -> Failure:
+    """What a rank reports of the exception that ended it.
+
+    Of a chain of exceptions, the first that happened decides whether it is an echo: an error of the step whose
+    clean-up then met a closed connection is no echo, and a broken connection wrapped in another error is one.
+    """
+    chain = _chain(error)
+    shown = next((link for link in chain if not _is_echo(link)), error)
+    try:
+        message = " ".join(str(shown).split())
+    except Exception:  # noqa: BLE001 - an exception whose __str__ fails must not hide the failure
+        message = ""
+    return Failure(
+        when=when,
+        summary=f"{type(shown).__name__}: {message}"[:500]
+        if message
+        else type(shown).__name__,
+        text="".join(traceback.format_exception(error)),
+        user_error=message if isinstance(shown, ShardlabError) else None,
+        echo=_is_echo(chain[-1]),
+    )
+
+
+def first_cause(
+    failures: dict[int, Failure], deaths: dict[int, Death]
+) -> tuple[int, Failure | Death]:
+    """The rank to name and how it ended. At least one of the two must hold something."""
+    known: dict[int, Failure | Death] = {**deaths, **failures}
+
+    def order(rank: int) -> tuple[bool, bool, float]:
+        end = known[rank]
+        return end.echo, end.echo and isinstance(end, Failure), end.when
+
+    rank = min(known, key=order)
+    return rank, known[rank]
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The exception, then what it came from, back to the first."""
+    chain = [error]
+    while True:
+        last = chain[-1]
+        before = last.__cause__ or (
+            None if last.__suppress_context__ else last.__context__
+        )
+        if before is None or before in chain:
+            return chain
+        chain.append(before)
+
+
+def _is_echo(error: BaseException) -> bool:
+    # By name: this module must not import torch.
+    from_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    return from_torch or (
+        isinstance(error, (RuntimeError, OSError))
+        and any(echo in str(error) for echo in ECHOES)
+    )

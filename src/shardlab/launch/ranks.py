@@ -1,0 +1,287 @@
+"""Starting the ranks of a run, watching them, and ending them.
+
+Every run gets fresh processes. They come from a fork server that has torch loaded: the first launch of a command
+pays that import, a later one takes hundredths of a second. A process that is forked from the launcher itself would
+inherit its threads and hang; one that is spawned would import torch anew each time.
+
+One bad rank ends the others at once: they would only wait for it. Nothing is left running when `run_ranks` is
+over, whatever ended it; and if the launcher is killed, each rank notices by itself (rank.py).
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardlab.launch.cause import Death, Failure, first_cause
+from shardlab.launch.rank import Finished, Orders, live, nothing
+from shardlab.launch.signals import Signals
+from shardlab.training.place import Place
+
+PRELOAD = ["shardlab.launch.rank", "shardlab.training.loop"]
+"""What the fork server imports once for all ranks. A module that can't be imported there fails in the rank instead."""
+
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 1.0
+"""How long the launcher looks for the cause when all that it has heard is that a connection broke."""
+SETTLE_SECONDS = 0.1
+"""How long it looks for an earlier one when it has heard of a cause."""
+TERM_SECONDS = 1.0
+"""How long a rank may take to obey SIGTERM; then SIGKILL."""
+
+_starting = threading.RLock()
+
+
+class RanksFailed(Exception):
+    """A rank failed, and the run with it.
+
+    rank: the one that failed first; reason: one line that names it; text: its traceback, or the end of its log
+    user_error: the message, if the rank raised ShardlabError: the user can mend it
+    """
+
+    def __init__(
+        self, rank: int, reason: str, text: str, user_error: str | None = None
+    ) -> None:
+        super().__init__(rank, reason, text, user_error)
+        self.rank, self.reason, self.text, self.user_error = (
+            rank,
+            reason,
+            text,
+            user_error,
+        )
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass
+class _Crew:
+    """The started ranks, by number, and what is known of each."""
+
+    processes: dict[int, ForkServerProcess] = field(default_factory=dict)
+    pipes: "dict[int, Connection[Any, Any]]" = field(default_factory=dict)
+    finished: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    deaths: dict[int, Death] = field(default_factory=dict)
+
+
+def run_ranks(
+    function: Callable[..., Any] | str,
+    arguments: tuple[Any, ...],
+    ranks: int,
+    *,
+    log_dir: Path,
+    poll: Callable[[], None] = lambda: None,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call function(Place, *arguments) in `ranks` fresh processes and return what each returned, by rank.
+
+    function: importable, itself or as "module:name" (the launcher then needn't import it)
+    log_dir: what rank N prints goes to rank-N.log there
+    poll: called in this thread about five times a second, once all ranks are started
+    environment: set in the ranks on top of this process's own
+
+    Raises RanksFailed with the first cause; KeyboardInterrupt or SystemExit(128 + signal) if a signal came.
+    """
+    orders = Orders(
+        _reference(function),
+        pickle.dumps(arguments),
+        {**os.environ, **(environment or {})},
+        log_dir,
+    )
+    crew = _Crew()
+    with (
+        Signals() as signals,
+        tempfile.TemporaryDirectory(
+            prefix="shardlab-", ignore_cleanup_errors=True
+        ) as meeting,
+    ):
+        try:
+            _wake_server(signals)
+            with _without_main():
+                for rank in range(ranks):
+                    _start(crew, Place(rank, ranks, f"file://{meeting}/ranks"), orders)
+            _watch(crew, signals, poll)
+        finally:
+            _end(crew)
+    if crew.failures or crew.deaths:
+        raise _failed(crew, log_dir)
+    return [crew.finished[rank] for rank in range(ranks)]
+
+
+def _reference(function: Callable[..., Any] | str) -> str:
+    if isinstance(function, str):
+        return function
+    if function.__module__ == "__main__" or "." in function.__qualname__:
+        raise ValueError(
+            f"{function.__qualname__} must stand at the top of a module that can be imported"
+        )
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def _wake_server(signals: Signals) -> None:
+    """Have the fork server running with everything imported. A signal ends the wait at once.
+
+    It is a process that does nothing that is waited for, so that a signal leaves nothing half started; starting the
+    real ranks then takes milliseconds each.
+    """
+    if multiprocessing.get_start_method(allow_none=True) not in (
+        None,
+        *multiprocessing.get_all_start_methods(),
+    ):
+        multiprocessing.set_start_method(
+            "forkserver", force=True
+        )  # in a worker of joblib it is one of joblib's own
+    for preload in (PRELOAD, []):
+        multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+        resource_tracker.ensure_running()  # by itself it would unblock SIGINT below
+        # Blocked signals are inherited: Ctrl-C then can't hit the server, nor a rank before it can ignore it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            with signals.raising(), _without_main():
+                first = ForkServerProcess(target=nothing, daemon=True)
+                first.start()
+                first.join()
+            return
+        except (
+            EOFError,
+            OSError,
+        ):  # the server died of an import; without preloading, the rank will report it
+            if not preload:
+                raise
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the caller's main script: a fresh process would run it again as a module, guard or not."""
+    with _starting:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+def _start(crew: _Crew, place: Place, orders: Orders) -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = ForkServerProcess(
+        target=live,
+        args=(place, orders, sender),
+        name=f"rank {place.rank}",
+        daemon=True,
+    )
+    try:
+        process.start()
+    finally:
+        sender.close()
+    crew.processes[place.rank] = process
+    crew.pipes[place.rank] = receiver
+
+
+def _watch(crew: _Crew, signals: Signals, poll: Callable[[], None]) -> None:
+    """Return once every rank has ended, or soon after one has failed."""
+    alive = set(crew.processes)
+    next_poll = time.monotonic()
+    deadline = float("inf")
+    while alive and time.monotonic() < deadline:
+        if (now := time.monotonic()) >= next_poll:
+            poll()
+            next_poll = now + POLL_SECONDS
+        sentinels = [crew.processes[rank].sentinel for rank in alive]
+        wait(
+            [*sentinels, *crew.pipes.values(), *signals.wakes],
+            max(0.0, min(next_poll, deadline) - time.monotonic()),
+        )
+        signals.check()
+        for rank in list(crew.pipes):
+            _listen(crew, rank)
+        for rank in [
+            rank for rank in alive if crew.processes[rank].exitcode is not None
+        ]:
+            alive.remove(rank)
+            _listen(crew, rank)  # its last word may have come after the look above
+            if rank not in crew.finished and rank not in crew.failures:
+                crew.deaths[rank] = Death(
+                    time.monotonic(), crew.processes[rank].exitcode or 0
+                )
+        ends = [*crew.failures.values(), *crew.deaths.values()]
+        if ends:
+            echoes_only = all(end.echo for end in ends)
+            deadline = min(
+                deadline,
+                time.monotonic() + (GRACE_SECONDS if echoes_only else SETTLE_SECONDS),
+            )
+    if deadline < float("inf"):
+        signals.check()  # a signal to the whole group may have ended the ranks before it woke us
+
+
+def _listen(crew: _Crew, rank: int) -> None:
+    """Take in what a rank has said, if anything; a rank speaks once."""
+    pipe = crew.pipes.get(rank)
+    if pipe is None or not pipe.poll():
+        return
+    try:
+        said = pipe.recv()
+    except (EOFError, OSError):  # it died without a word, or in the middle of one
+        said = None
+    if isinstance(said, Finished):
+        crew.finished[rank] = said.result
+    elif isinstance(said, Failure):
+        crew.failures[rank] = said
+    crew.pipes.pop(rank).close()
+
+
+def _end(crew: _Crew) -> None:
+    """Leave no rank running."""
+    running = [
+        process for process in crew.processes.values() if process.exitcode is None
+    ]
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + TERM_SECONDS
+    for process in running:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in running:
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    for pipe in crew.pipes.values():
+        pipe.close()
+
+
+def _failed(crew: _Crew, log_dir: Path) -> RanksFailed:
+    rank, cause = first_cause(crew.failures, crew.deaths)
+    if isinstance(cause, Failure):
+        return RanksFailed(
+            rank, f"rank {rank} raised {cause.summary}", cause.text, cause.user_error
+        )
+    return RanksFailed(
+        rank, f"rank {rank} {cause.summary}", _last_lines(log_dir / f"rank-{rank}.log")
+    )
+
+
+def _last_lines(log: Path, lines: int = 20) -> str:
+    try:
+        return "\n".join(
+            log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+        )
+    except OSError:
+        return ""
