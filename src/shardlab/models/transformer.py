@@ -56,6 +56,9 @@ def attention_mask(lengths: Tensor, seq: int, causal: bool) -> Tensor:
 class _Parameters(nn.Module):
     """A module whose parameters are named and shaped by the table; on the meta device until materialised."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter
+
     def __init__(self, table: ParameterTable, name: str) -> None:
         super().__init__()
         for leaf in ("weight", "bias"):

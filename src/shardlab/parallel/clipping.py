@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from shardlab.parallel.table import Entry
 
-
 _CHUNK = 2**17
 """Elements converted to fp64 at a time: 1 MiB, which stays in the cache."""
 
@@ -23,10 +22,11 @@ def squared_norm(x: Tensor) -> Tensor:
     `vector_norm(dtype=float64)` takes 25.
     """
     if x.device.type != "cpu" or x.dtype == torch.float64:
-        return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+        norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+        return norm.square()
     scratch = torch.empty(min(_CHUNK, x.numel()), dtype=torch.float64)
     squares = []
-    for chunk in x.flatten().split(_CHUNK):
+    for chunk in torch.split(x.flatten(), _CHUNK):
         wide = scratch[: chunk.numel()].copy_(chunk)
         squares.append(torch.dot(wide, wide))
     return torch.stack(squares).sum()

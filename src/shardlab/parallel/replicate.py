@@ -10,6 +10,8 @@ Gradients live in the buckets themselves (`parameter.grad` is a view), so nothin
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -54,14 +56,12 @@ class GradientSum:
 
     def _close_bucket(self, parameters: list[nn.Parameter]) -> None:
         number = len(self._buckets)
-        flat = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-        )
+        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
         first = 0
         for parameter in parameters:
             parameter.grad = flat[first : first + parameter.numel()].view_as(parameter)
             first += parameter.numel()
-            parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._arrived(number))
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))  # type: ignore[no-untyped-call]
         self._buckets.append(flat)
         self._members.append(len(parameters))
 
@@ -78,7 +78,7 @@ class GradientSum:
         self._pending = list(self._members)
         self._armed = bool(self._buckets)
 
-    def _arrived(self, number: int) -> None:
+    def _arrived(self, number: int, _: Tensor) -> None:
         if not self._armed:
             return
         self._pending[number] -= 1

@@ -132,7 +132,7 @@ def held(model: nn.Module, table: ParameterTable) -> list[tuple[Entry, nn.Parame
 
 def materialise(model: nn.Module, table: ParameterTable, seed: int, dtype: torch.dtype, device: torch.device) -> None:
     """Give a model that was built on the meta device its first values, one parameter at a time."""
-    owners = {name: owner for name, owner in model.named_modules()}
+    owners = dict(model.named_modules())
     made: dict[str, nn.Parameter] = {}
     for name in [name for name, _ in model.named_parameters(remove_duplicate=False)]:
         source = table[name].tied_to or name

@@ -1,0 +1,1 @@
+"""What happens inside a rank: the loop, the step, evaluation, the best model."""

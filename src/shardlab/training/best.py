@@ -1,4 +1,4 @@
-"""The best model by validation loss: a copy in the run folder, under canonical names, never a reference to the live one."""
+"""The best model by validation loss: a copy in the run folder, never a reference to the live one."""
 
 from __future__ import annotations
 

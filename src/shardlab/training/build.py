@@ -48,9 +48,7 @@ class Training:
 
 def mesh_of(strategy: StrategyConfig) -> Mesh:
     """The point in the space of meshes that a config names."""
-    return Mesh(
-        pipeline=strategy.pipeline, replicate=strategy.replicate, shard=strategy.shard, tensor=strategy.tensor
-    )
+    return Mesh(pipeline=strategy.pipeline, replicate=strategy.replicate, shard=strategy.shard, tensor=strategy.tensor)
 
 
 def build(config: Config, mesh: Connected, device: torch.device, dataset: Dataset) -> Training:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from shardlab.config.schema import Config
-from shardlab.data.dataset import Dataset, open_dataset
+from shardlab.data.dataset import Batch, Dataset, open_dataset
 from shardlab.data.rows import feed
 from shardlab.parallel.mesh import connect
 from shardlab.tracking.record import EventLog
@@ -36,7 +37,8 @@ def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> N
     """
     device = prepare_device(config.runtime, place)
     meet(place, device, config.runtime.timeout)
-    training = build(config, connect(mesh_of(config.strategy), place.rank, device.type), device, open_dataset(data_dir))
+    mesh = connect(mesh_of(config.strategy), place.rank, device.type)
+    training = build(config, mesh, device, open_dataset(data_dir, config.dataset))
     _kept.append(training)
     log = EventLog(run_dir / ("events.jsonl" if place.rank == 0 else f"rank-{place.rank}.jsonl"))
     total_steps, epoch_steps = length(config, training.dataset)
@@ -83,7 +85,7 @@ def train(training: Training, log: EventLog, run_dir: Path, total_steps: int, ep
             )
         if step == total_steps or step % (trainer.eval_every or epoch_steps) == 0:
             loss = report(training, log, "val", step)
-            if loss < best or step == total_steps and best == float("inf"):
+            if loss < best or (step == total_steps and best == float("inf")):
                 best = loss
                 save_best(training, run_dir)
                 if training.mesh.rank == 0:
@@ -97,7 +99,7 @@ def train(training: Training, log: EventLog, run_dir: Path, total_steps: int, ep
         report(training, log, "test", total_steps)
 
 
-def steps(training: Training, total_steps: int, epoch_steps: int):  # type: ignore[no-untyped-def]
+def steps(training: Training, total_steps: int, epoch_steps: int) -> Iterator[tuple[int, int, Batch]]:
     """Yield (step from 1, epoch from 0, global batch) until total_steps."""
     config = training.config
     for epoch in range(-(-total_steps // epoch_steps)):
@@ -125,6 +127,7 @@ def report(training: Training, log: EventLog, split: str, step: int) -> float:
 
 def start_facts(training: Training, total_steps: int, epoch_steps: int) -> dict[str, object]:
     """What is known before the first step."""
+    dataset, batch = training.dataset, training.config.trainer.global_batch
     return {
         "total_steps": total_steps,
         "epoch_steps": epoch_steps,
@@ -132,8 +135,8 @@ def start_facts(training: Training, total_steps: int, epoch_steps: int) -> dict[
         "ranks": training.mesh.mesh.ranks,
         "parameters": training.table.elements,
         "vocab_size": training.shape.vocab_size,
-        "dataset": training.dataset.facts,
-        "fingerprint": training.dataset.fingerprint,
+        "dataset": {**dataset.facts, **{f"{s}_dropped": dataset.dropped(s, batch) for s in dataset.splits}},
+        "fingerprint": dataset.fingerprint,
         "backend": dist.get_backend() if dist.is_initialized() else None,
     }
 

@@ -1,0 +1,61 @@
+"""Runs side by side, from their records: the table that `shardlab compare` and `make demo` print.
+
+The loss difference is taken over all steps against the first run of the table: the largest |a - b| / |a|. Runs of
+unlike length are compared over their common steps, and the table says how many.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardlab.errors import ShardlabError
+from shardlab.tracking.record import RunRecord
+
+MIB = 2**20
+
+
+def compare(folders: list[Path]) -> str:
+    """A Markdown table of the runs in some folders, one a row. Raises ShardlabError where a folder holds no run."""
+    records = [RunRecord.load(folder) for folder in folders]
+    if not records:
+        raise ShardlabError("nothing to compare: name at least one run")
+    return text_table([row(record, records[0]) for record in records])
+
+
+def row(record: RunRecord, reference: RunRecord) -> dict[str, str]:
+    """What one run shows. Its loss is the last step's."""
+    shown = {"run": record.name, "status": record.status or "running"}
+    shown["steps"] = str(len(record.losses))
+    shown["loss"] = f"{record.losses[-1]:.4f}" if record.losses else "-"
+    for split in ("val", "test"):
+        for metric in ("perplexity", "accuracy"):
+            values = [event[metric] for event in record.evals(split) if metric in event]
+            if values:
+                best = values[-1] if split == "test" else (min if metric == "perplexity" else max)(values)
+                shown[f"{split} {metric}"] = f"{best:.4g}"
+    speed = record.tokens_per_s
+    shown["tokens/s"] = f"{speed:,.0f}" if speed else "-"
+    peaks = record.peak_memory
+    shown["peak MiB/rank"] = " ".join(f"{peaks[rank] / MIB:.0f}" for rank in sorted(peaks)) or "-"
+    shown["loss diff"] = difference(reference.losses, record.losses) if record is not reference else "-"
+    return shown
+
+
+def difference(reference: list[float], losses: list[float]) -> str:
+    """The largest relative difference over the steps that both have."""
+    pairs = list(zip(reference, losses, strict=False))
+    if not pairs:
+        return "-"
+    largest = max(abs(a - b) / abs(a) if a else abs(b) for a, b in pairs)
+    short = "" if len(reference) == len(losses) else f" ({len(pairs)} steps)"
+    return f"{largest:.1e}{short}"
+
+
+def text_table(rows: list[dict[str, str]]) -> str:
+    """Markdown with aligned columns: the union of the rows' keys, in order of appearance; missing cells show '-'."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *([row.get(column, "-") for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = [" | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
+    rule = " | ".join("-" * width for width in widths)
+    return "\n".join(f"| {line} |" for line in [lines[0], rule, *lines[1:]])

@@ -1,0 +1,83 @@
+"""Deliberate faults, planted in the ranks of a run: each must make parity fail, or parity proves nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import shardlab.training.build as build
+import shardlab.training.step as step
+from shardlab.config.schema import Config
+from shardlab.parallel.dropout import Masks
+from shardlab.parallel.microbatch import take
+from shardlab.parallel.replicate import GradientSum
+from shardlab.training.loop import train_rank
+from shardlab.training.place import Place
+
+
+def skip_all_reduce() -> None:
+    """Each rank trains on its own gradients."""
+    GradientSum.finish = GradientSum._send = lambda self: None  # type: ignore[method-assign]
+
+
+def mean_instead_of_sum() -> None:
+    """What DistributedDataParallel would do."""
+    summed = GradientSum.finish
+
+    def finish(self: GradientSum) -> None:
+        summed(self)
+        for flat in self._buckets:
+            flat.div_(torch.distributed.get_world_size())
+
+    GradientSum.finish = finish  # type: ignore[method-assign]
+
+
+def count_padding_as_targets() -> None:
+    """A micro-batch's padding rows keep their targets."""
+
+    def careless(number, part, width, inputs, targets, lengths):
+        taken = take(number, part, width, inputs, targets, lengths)
+        taken.targets.copy_(targets[taken.rows])
+        return taken
+
+    build.take = careless
+
+
+def mean_of_micro_batch_means() -> None:
+    """Each micro-batch weighs the same, however many targets it has."""
+    summed = step.summed_cross_entropy
+
+    def mean(logits, targets):
+        valid = (targets != -100).sum().clamp(min=1)
+        return summed(logits, targets) / valid * 100
+
+    step.summed_cross_entropy = mean
+
+
+def reuse_a_mask() -> None:
+    """Every micro-batch is dropped with the masks of the first rows."""
+    drop = Masks.drop
+
+    def reused(self: Masks, x: torch.Tensor, site: int) -> torch.Tensor:
+        return drop(Masks(self.keys, torch.arange(len(self.rows)), self.p), x, site)
+
+    Masks.drop = reused  # type: ignore[method-assign]
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        skip_all_reduce,
+        mean_instead_of_sum,
+        count_padding_as_targets,
+        mean_of_micro_batch_means,
+        reuse_a_mask,
+    )
+}
+
+
+def train_with_fault(place: Place, fault: str, config: Config, run_dir: Path, data_dir: Path) -> None:
+    """train_rank in a rank whose code has been broken. Fresh ranks forget it."""
+    FAULTS[fault]()
+    train_rank(place, config, run_dir, data_dir)

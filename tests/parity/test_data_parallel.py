@@ -1,0 +1,91 @@
+"""One config, one run: data parallel ranks and every cut of the step train the same numbers as one process."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from faults import FAULTS
+from trained import Trained, difference, identical, train
+
+pytestmark = pytest.mark.parity
+
+STABLE = ["seed=3", "model=tiny", "model.dropout=0.2", "trainer.steps=20", "trainer.eval_batches=2"]
+RAGGED = ["trainer.global_batch=13", "trainer.clip=0.1", "precision=fp64"]
+TASKS = {
+    "pydoc": ["dataset=pydoc", "optimizer=sgd", "optimizer.lr=0.5", "optimizer.kwargs.momentum=0.9"],
+    "synthetic": ["dataset=synthetic", "dataset.task=classifier", "optimizer=adamw", "optimizer.lr=1e-3"],
+    "wikitext2": ["dataset=wikitext2", "optimizer=sgd", "optimizer.lr=0.5", "optimizer.kwargs.momentum=0.9"],
+    "nsmc": ["dataset=nsmc", "optimizer=adamw", "optimizer.lr=1e-3"],
+}
+CUTS = [
+    # strategy, how the step is cut
+    (["strategy=ddp", "ranks=2"], ["trainer.micro_batch=4"]),
+    (["strategy=ddp", "ranks=3"], ["trainer.micro_batch=4"]),
+    (["strategy=ddp", "ranks=3"], []),
+    (["strategy=single"], ["trainer.micro_batches=1"]),
+    (["strategy=single"], ["trainer.micro_batches=3"]),
+    (["strategy=single"], ["trainer.micro_batches=13"]),
+]
+TOLERANCE = 1e-9
+
+_references: dict[tuple[str, ...], Trained] = {}
+
+
+def one_process(tmp_path_factory, overrides: list[str]) -> Trained:
+    """The run that the others are held against, trained once."""
+    key = tuple(overrides)
+    if key not in _references:
+        folder = tmp_path_factory.mktemp("single") / "run"
+        _references[key] = train(folder, [*overrides, "strategy=single", "trainer.micro_batch=4"])
+    return _references[key]
+
+
+def need_data(task: str) -> None:
+    if task in ("wikitext2", "nsmc") and "SHARDLAB_DATA" not in os.environ:
+        pytest.skip(f"{task} is not here: SHARDLAB_DATA is not set")
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("strategy", "cut"), CUTS)
+def test_same_run_as_one_process(task, strategy, cut, tmp_path, tmp_path_factory):
+    need_data(task)
+    overrides = [*STABLE, *RAGGED, *TASKS[task]]
+    reference = one_process(tmp_path_factory, overrides)
+    assert max(reference.column("grad_norm")) > 0.1, "the clip must bite"
+    run = train(tmp_path / "run", [*overrides, *strategy, *cut])
+    assert difference(reference, run) < TOLERANCE
+    evaluations = [[event for event in record.events if event["event"] == "eval"] for record in (reference, run)]
+    for one, other in zip(*evaluations, strict=True):
+        assert one == pytest.approx(other, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("task", ["pydoc", "synthetic"])
+def test_a_planted_fault_is_caught(fault, task, tmp_path, tmp_path_factory):
+    overrides = [*STABLE, *RAGGED, *TASKS[task]]
+    reference = one_process(tmp_path_factory, overrides)
+    broken = train(tmp_path / "run", [*overrides, "strategy=ddp", "ranks=2", "trainer.micro_batch=4"], fault)
+    assert difference(reference, broken) > 1e6 * TOLERANCE
+
+
+def test_fp32_stays_close_over_50_steps(tmp_path):
+    overrides = [*STABLE, "trainer.steps=50", "trainer.global_batch=13", "trainer.clip=0.5"]
+    overrides += ["dataset=pydoc", "optimizer=sgd", "optimizer.lr=0.5"]
+    one = train(tmp_path / "single", [*overrides, "strategy=single"])
+    other = train(tmp_path / "ddp", [*overrides, "strategy=ddp", "ranks=2"])
+    differences = [abs(a - b) / a for a, b in zip(one.column("loss"), other.column("loss"), strict=True)]
+    assert differences[0] < 1e-5
+    assert max(differences) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", [["strategy=single"], ["strategy=ddp", "ranks=3"]])
+def test_same_config_twice_is_bit_identical(strategy, tmp_path):
+    overrides = [*STABLE, "dataset=pydoc", "trainer.global_batch=13", "trainer.micro_batch=4", *strategy]
+    assert identical(train(tmp_path / "first", overrides), train(tmp_path / "second", overrides))
+
+
+def test_another_seed_is_another_run(tmp_path):
+    """The check above can fail."""
+    overrides = [*STABLE, "dataset=pydoc", "trainer.steps=2"]
+    assert not identical(train(tmp_path / "a", overrides), train(tmp_path / "b", [*overrides, "seed=4"]))

@@ -1,0 +1,79 @@
+"""Training a config with real ranks for the parity tests, and the design's measure of 'the same'."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from shardlab.tracking.record import read_events
+from torch import Tensor
+
+from shardlab.config.check import check
+from shardlab.config.compose import compose
+from shardlab.data.prepare import prepare
+from shardlab.launch.ranks import run_ranks
+from shardlab.training.best import best_path
+from shardlab.training.loop import train_rank
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left behind. events: of rank 0, without times; weights: after the last step, by canonical name."""
+
+    events: list[dict]
+    weights: dict[str, Tensor]
+
+    def column(self, key: str) -> list[float]:
+        """One value of every step."""
+        return [event[key] for event in self.events if event["event"] == "step"]
+
+
+TIMES = ("seconds", "time", "pid", "peak_memory")
+
+
+def train(folder: Path, overrides: list[str], fault: str | None = None) -> Trained:
+    """Train in fresh ranks, with a fault of faults.py planted in every rank if one is named."""
+    config = check(compose([*overrides, "trainer.test=false", "runtime.threads=1"]).config)
+    folder.mkdir(parents=True)
+    arguments = (config, folder, prepare(config.dataset))
+    if fault is None:
+        run_ranks(train_rank, arguments, config.ranks, log_dir=folder)
+    else:
+        from faults import train_with_fault
+
+        run_ranks(train_with_fault, (fault, *arguments), config.ranks, log_dir=folder)
+    events = [
+        {key: value for key, value in event.items() if key not in TIMES}
+        for event in read_events(folder / "events.jsonl")
+    ]
+    return Trained(events, load_file(best_path(folder)))
+
+
+def difference(one: Trained, other: Trained) -> float:
+    """The largest relative difference between two runs: losses, norms, and every final tensor.
+
+    A tensor's is max|a-b| / max|a|; key biases are left out, since their gradient is analytically zero.
+    """
+    worst = 0.0
+    for key in ("loss", "grad_norm"):
+        a, b = one.column(key), other.column(key)
+        assert len(a) == len(b) > 0
+        worst = max(worst, max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True)))
+    assert one.weights.keys() == other.weights.keys()
+    for name, a in one.weights.items():
+        a, b = without_key_bias(name, a.double()), without_key_bias(name, other.weights[name].double())
+        worst = max(worst, float((a - b).abs().max() / a.abs().max()))
+    return worst
+
+
+def without_key_bias(name: str, value: Tensor) -> Tensor:
+    """A joint bias without its key part."""
+    return value[[0, 2]] if name.endswith("qkv.bias") else value
+
+
+def identical(one: Trained, other: Trained) -> bool:
+    """Bit for bit: record and weights."""
+    same = one.weights.keys() == other.weights.keys() and one.events == other.events
+    return same and all(torch.equal(value, other.weights[name]) for name, value in one.weights.items())
