@@ -1,0 +1,40 @@
+# make demo   train one model as single and as ddp, and compare the two
+# make test   the whole suite        make lint   ruff and mypy        make venv   the environment alone
+#
+# PYTHON=path uses the environment of that python as it is: nothing is made or installed.
+# pip's own variables are honoured, such as PIP_INDEX_URL or PIP_EXTRA_INDEX_URL.
+
+ifdef PYTHON
+python := $(PYTHON)
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+environment :=
+else
+python := .venv/bin/python
+environment := .venv/installed
+endif
+
+.PHONY: demo test lint venv
+
+demo: $(environment)
+	$(python) -m shardlab train -m experiment=demo strategy=single,ddp
+	@echo
+	$(python) -m shardlab compare last
+	@echo
+	@echo "The same in pictures: $(python) -m mlflow ui, then open http://127.0.0.1:5000"
+
+test: $(environment)
+	$(python) -m pytest
+
+lint: $(environment)
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy
+
+venv: .venv/installed
+
+# torch first and by its exact version: what comes after then finds it in place.
+.venv/installed: setup.cfg constraints.txt
+	python3 -m venv .venv
+	.venv/bin/python -m pip install "$$(grep "^torch==" constraints.txt)"
+	.venv/bin/python -m pip install -c constraints.txt -e ".[dev]"
+	touch .venv/installed

@@ -1,0 +1,42 @@
+"""shardlab trains one config under any partitioning: the same numbers, and the measured price of each way to split.
+
+From Python: `record = shardlab.train(["model=tiny", "strategy=ddp", "ranks=2"])`. Importing the package costs
+nothing; torch, Hydra and MLflow are loaded by what needs them.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from shardlab.errors import ShardlabError
+
+if TYPE_CHECKING:
+    from shardlab.tracking.record import RunRecord
+
+__version__ = "0.1.0"
+__all__ = ["RunRecord", "ShardlabError", "__version__", "train"]
+
+
+def train(overrides: list[str]) -> "RunRecord":
+    """Train once, as `shardlab train` does with the same overrides, and return the run's record.
+
+    Raises ShardlabError if the config or the data is wrong, launch.run.RunFailed if the run was started and failed.
+    """
+    import sys
+
+    from shardlab.config.check import settle
+    from shardlab.config.compose import compose
+    from shardlab.launch.run import run
+
+    if isinstance(overrides, str):
+        raise ShardlabError(f"train() takes a list of overrides, such as [{overrides!r}]")
+    composed, notes = settle(compose(list(overrides)))
+    for note in notes:
+        print(note, file=sys.stderr)
+    return run(composed)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RunRecord":
+        from shardlab.tracking.record import RunRecord
+
+        return RunRecord
+    raise AttributeError(f"module 'shardlab' has no attribute '{name}'")

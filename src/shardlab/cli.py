@@ -1,0 +1,141 @@
+"""The command `shardlab`: one small function a subcommand, one line for a mistake, one exit status for each end.
+
+0 finished; 1 a run failed; 2 config or data wrong; 130 and 143 interrupted. `train` is an application of Hydra's
+(hydra_app.py); the others are plain. Nothing heavy is imported before a subcommand needs it.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from shardlab import __version__
+from shardlab.errors import ShardlabError
+
+HELP = """\
+shardlab: one config, one training run, any partitioning.
+
+  shardlab train [key=value ...]   train; -m runs each combination of comma-separated values
+  shardlab data NAME [--check]     fetch and prepare a dataset ahead of time, or say where it is looked for
+  shardlab compare RUN...          a table of runs: loss, speed, memory, largest difference
+  shardlab sync RUN                ship a run's record to MLflow again
+
+A RUN is a run folder, an id or the beginning of one, a run's name, or `last`.
+`shardlab train --help` lists every choice and key; `shardlab COMMAND --help` explains the others.
+For completion with the Tab key: eval "$(shardlab train -sc install=bash)"
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours: one line, status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ShardlabError(f"{self.prog}: {message} (see {self.prog} --help)")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status. argv: the words after `shardlab`, by default the process's."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        status = _dispatch(words)
+        sys.stdout.flush()
+        return status
+    except ShardlabError as error:
+        print(" ".join(str(error).split("\n")), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `shardlab train --help | head`: nobody reads on, and the flush at exit must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        raise ShardlabError(f"which command? {', '.join(COMMANDS)} (see shardlab --help)")
+    command, *rest = words
+    if command in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if command == "--version":
+        print(f"shardlab {__version__}")
+        return 0
+    if command in ("-sc", "--shell-completion"):
+        return _train(words)
+    if command not in COMMANDS:
+        from difflib import get_close_matches
+
+        found = get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean '{found[0]}'?" if found else f"the commands are {', '.join(COMMANDS)}"
+        if "=" in command and not found:
+            hint = f"did you mean 'shardlab train {command}'?"
+        raise ShardlabError(f"unknown command '{command}'; {hint}")
+    return COMMANDS[command](rest)
+
+
+def _train(words: list[str]) -> int:
+    from shardlab.hydra_app import train
+
+    return train(words)
+
+
+def _data(words: list[str]) -> int:
+    parser = _Parser(prog="shardlab data", description="Fetch and prepare a dataset, or say where it is looked for.")
+    parser.add_argument("name", metavar="NAME", help="wikitext2, nsmc, pydoc, synthetic, or a choice of your own")
+    parser.add_argument("overrides", metavar="dataset.KEY=VALUE", nargs="*", help="as for train, such as dataset.path=")
+    parser.add_argument("--check", action="store_true", help="say what is there and check it; write nothing")
+    arguments = parser.parse_intermixed_args(words)
+
+    from shardlab.config.compose import compose
+    from shardlab.data.describe import describe
+
+    composed = compose([f"dataset={arguments.name}", *arguments.overrides])
+    print(describe(composed.config.dataset, check=arguments.check))
+    return 0
+
+
+def _compare(words: list[str]) -> int:
+    parser = _Parser(prog="shardlab compare", description="A table of runs. One run of a sweep stands for the sweep.")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder, sweep folder, id, prefix, name, or last")
+    arguments = parser.parse_args(words)
+
+    from shardlab.analysis.table import compare
+
+    print(compare([folder for text in arguments.runs for folder in _runs(text, alone=len(arguments.runs) == 1)]))
+    return 0
+
+
+def _runs(text: str, alone: bool) -> list[Path]:
+    """The run folders that a RUN names: a sweep's folder names its jobs, and so does its `last` run, if given alone."""
+    from shardlab.tracking.record import find_run
+
+    folder = Path(text)
+    if not (folder / "multirun.yaml").is_file():
+        folder = find_run(text)
+        if not (alone and text == "last" and (folder.parent / "multirun.yaml").is_file()):
+            return [folder]
+        folder = folder.parent
+    jobs = [events.parent for events in folder.glob("*/events.jsonl")]
+    if not jobs:
+        raise ShardlabError(f"{folder}: no job of this sweep has a record")
+    return sorted(jobs, key=lambda job: (len(job.name), job.name))
+
+
+def _sync(words: list[str]) -> int:
+    parser = _Parser(
+        prog="shardlab sync", description="Ship a run's record to MLflow from its beginning; harmless twice."
+    )
+    parser.add_argument("run", metavar="RUN", help="run folder, id, prefix of an id, name, or last")
+    arguments = parser.parse_args(words)
+
+    from shardlab.tracking.mlflow_sink import sync
+    from shardlab.tracking.record import find_run
+
+    sync(find_run(arguments.run))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "data": _data, "compare": _compare, "sync": _sync}
+"""Subcommand -> its function, which takes the words after it and returns the exit status."""

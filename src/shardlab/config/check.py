@@ -1,0 +1,208 @@
+"""Ranges, and the rules across keys: everything that a type cannot say.
+
+All of them live here and say what would be allowed. What `auto` and null leave open is settled here too, so that
+the config that is logged is the config that ran. Nothing is started, and torch is imported only to ask a machine
+that has GPUs how many, or to try an optimizer's values.
+"""
+
+import math
+import os
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from shardlab.config.compose import Composed, config_yaml
+from shardlab.config.optimizers import check_optimizer
+from shardlab.config.schema import (
+    Config,
+    CosineConfig,
+    Device,
+    ModelConfig,
+    NsmcConfig,
+    Positions,
+    RuntimeConfig,
+    StepConfig,
+    StrategyConfig,
+    TextConfig,
+    TrainerConfig,
+)
+from shardlab.errors import ShardlabError
+
+AXES = ("replicate", "shard", "pipeline", "tensor")
+"""The axes of the mesh."""
+
+LARGEST_SEED = 2**32 - 1
+"""The dropout hash and the initial values take the seed as one 32-bit word."""
+
+
+def settle(composed: Composed, *, largest_ranks: int | None = None) -> tuple[Composed, list[str]]:
+    """The composed config after `check`, and notes for the user: what was asked for and could not be taken.
+
+    Raises ShardlabError.
+    """
+    asked, config = composed.config, check(composed.config, largest_ranks=largest_ranks)
+    notes = []
+    if config.ranks != asked.ranks and any(override.startswith("ranks=") for override in composed.overrides):
+        notes.append(f"strategy=single runs on one rank; ranks={asked.ranks} is left unused")
+    if asked.runtime.device is Device.auto and config.runtime.device is Device.cpu and visible_gpus() > 0:
+        needed = max(config.ranks, largest_ranks or 0)
+        notes.append(f"runtime.device=auto: {visible_gpus()} GPUs are too few for {needed} ranks; taking the CPU")
+    return replace(composed, config=config, yaml=config_yaml(config)), notes
+
+
+def check(config: Config, *, largest_ranks: int | None = None) -> Config:
+    """The config with open values settled, after every rule has been looked at.
+
+    Settled: ranks (1 under strategy=single), runtime.device (cpu or cuda), runtime.threads (the cores shared evenly).
+    largest_ranks: the most ranks that any job of this command uses, all of which must fit on the GPUs for `auto` to
+    take them; by default this config's. Raises ShardlabError, one line with what would work.
+    """
+    _at_least("ranks", config.ranks, 1)
+    if not 0 <= config.seed <= LARGEST_SEED:
+        raise ShardlabError(f"seed={config.seed}: a seed lies between 0 and {LARGEST_SEED}")
+    if not config.run_dir.strip():
+        raise ShardlabError("run_dir is empty; give a folder, or leave it away for runs/DATE/TIME")
+    ranks = _ranks(config.strategy, config.ranks)
+    _check_model(config.model)
+    _check_dataset(config)
+    _check_trainer(config.trainer)
+    _positive("optimizer.lr", config.optimizer.lr)
+    check_optimizer(config.optimizer)
+    _check_scheduler(config)
+    if config.tracking.name not in ("mlflow", "none"):
+        raise ShardlabError(f"tracking.name={config.tracking.name} is unknown; it is mlflow or none")
+    return replace(config, ranks=ranks, runtime=_settle(config.runtime, ranks, max(ranks, largest_ranks or 0)))
+
+
+def _at_least(key: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ShardlabError(f"{key}={value}: it must be at least {least}")
+
+
+def _positive(key: str, value: float | None) -> None:
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise ShardlabError(f"{key}={value}: it must be a number above 0")
+
+
+def _ranks(strategy: StrategyConfig, ranks: int) -> int:
+    """The number of ranks of the mesh."""
+    sizes = {axis: getattr(strategy, axis) for axis in AXES}
+    for axis, size in sizes.items():
+        _at_least(f"strategy.{axis}", size, 1)
+    for axis in ("shard", "pipeline", "tensor"):
+        if sizes[axis] > 1:
+            raise ShardlabError(f"strategy.{axis}={sizes[axis]} is not available in this version; 1 is")
+    product = math.prod(sizes.values())
+    if strategy.name == "single":
+        if product > 1:
+            raise ShardlabError(
+                f"strategy=single has every axis 1, not replicate={product}; strategy=ddp with ranks={product} would do"
+            )
+        return 1
+    if product != ranks:
+        raise ShardlabError(
+            f"the axes of strategy={strategy.name} make {product} ranks, but ranks={ranks}; "
+            f"set ranks={product} or strategy.replicate={ranks}"
+        )
+    return ranks
+
+
+def _check_model(model: ModelConfig) -> None:
+    for key in ("n_layers", "d_model", "n_heads", "d_ff"):
+        _at_least(f"model.{key}", getattr(model, key), 1)
+    if model.d_model % model.n_heads:
+        fitting = [n for n in range(1, model.d_model + 1) if model.d_model % n == 0]
+        close = sorted(sorted(fitting, key=lambda n: abs(n - model.n_heads))[:4])
+        raise ShardlabError(
+            f"model.n_heads={model.n_heads} does not divide model.d_model={model.d_model}; "
+            f"{', '.join(str(n) for n in close[:-1]) or close[0]} or {close[-1]} would"
+        )
+    if not 0 <= model.dropout < 1:
+        raise ShardlabError(f"model.dropout={model.dropout}: it must be at least 0 and below 1")
+    if model.positions is Positions.sinusoidal and model.d_model % 2:
+        raise ShardlabError(
+            f"model.d_model={model.d_model} is odd, and sinusoidal positions come in pairs; "
+            "take an even one or model.positions=learned"
+        )
+
+
+def _check_dataset(config: Config) -> None:
+    dataset = config.dataset
+    for key in ("seq_len", "validation_rows", "train_tokens", "train_rows"):
+        _at_least(f"dataset.{key}", getattr(dataset, key, None), 1)
+    if isinstance(dataset, NsmcConfig) and dataset.max_length < 3:
+        raise ShardlabError(f"dataset.max_length={dataset.max_length}: [CLS], one piece and [SEP] need 3")
+    if isinstance(dataset, TextConfig | NsmcConfig) and dataset.path is not None and not Path(dataset.path).exists():
+        raise ShardlabError(f"dataset.path={dataset.path}: no such file or folder")
+
+
+def _check_trainer(trainer: TrainerConfig) -> None:
+    for key in (
+        "steps",
+        "epochs",
+        "epoch_steps",
+        "eval_batches",
+        "global_batch",
+        "micro_batch",
+        "micro_batches",
+        "eval_every",
+    ):
+        _at_least(f"trainer.{key}", getattr(trainer, key), 1)
+    _positive("trainer.clip", trainer.clip)
+    if trainer.micro_batch is not None and trainer.micro_batches is not None:
+        raise ShardlabError("trainer.micro_batch and trainer.micro_batches cut the same batch; give one of them")
+    for key in ("micro_batch", "micro_batches"):
+        value = getattr(trainer, key)
+        if value is not None and value > trainer.global_batch:
+            raise ShardlabError(
+                f"trainer.{key}={value} exceeds the {trainer.global_batch} rows of trainer.global_batch; "
+                f"1 to {trainer.global_batch} would do"
+            )
+
+
+def _check_scheduler(config: Config) -> None:
+    scheduler, steps = config.scheduler, config.trainer.steps
+    if isinstance(scheduler, StepConfig):
+        if not 0 < scheduler.gamma <= 1:
+            raise ShardlabError(f"scheduler.gamma={scheduler.gamma}: it must be above 0 and at most 1")
+        _at_least("scheduler.every_epochs", scheduler.every_epochs, 1)
+    if isinstance(scheduler, CosineConfig):
+        _at_least("scheduler.warmup_steps", scheduler.warmup_steps, 0)
+        if not 0 <= scheduler.final_ratio <= 1:
+            raise ShardlabError(f"scheduler.final_ratio={scheduler.final_ratio}: it must lie between 0 and 1")
+        if steps is not None and scheduler.warmup_steps >= steps:
+            raise ShardlabError(
+                f"scheduler.warmup_steps={scheduler.warmup_steps} leaves nothing of trainer.steps={steps}; "
+                f"0 to {steps - 1} would"
+            )
+
+
+def _settle(runtime: RuntimeConfig, ranks: int, largest_ranks: int) -> RuntimeConfig:
+    _at_least("runtime.threads", runtime.threads, 1)
+    _positive("runtime.timeout", runtime.timeout)
+    device = runtime.device
+    if device is not Device.cpu:
+        found = visible_gpus()
+        if device is Device.cuda and found < ranks:
+            raise ShardlabError(
+                f"runtime.device=cuda needs a GPU for each of {ranks} ranks, and {found} can be used here; "
+                "runtime.device=cpu would run"
+            )
+        device = Device.cuda if found >= largest_ranks else Device.cpu
+    threads = runtime.threads or max(1, available_cores() // ranks)
+    return replace(runtime, device=device, threads=threads)
+
+
+def available_cores() -> int:
+    """The cores that this process may use; containers and batch systems often grant fewer than there are."""
+    return len(os.sched_getaffinity(0))
+
+
+@cache
+def visible_gpus() -> int:
+    """The CUDA devices that torch would see. Without NVIDIA's device files there are none, and torch isn't asked."""
+    if not any(file.name[6:].isdigit() for file in Path("/dev").glob("nvidia*")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

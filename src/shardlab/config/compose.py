@@ -1,0 +1,144 @@
+"""From overrides to one typed config.
+
+Hydra composes YAML; the schema is merged over the plain result afterwards. Both steps are needed: a typed node
+alone lets `+model.typo=5` pass in silence, and dataset and scheduler have different keys for each choice.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobRuntime
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from hydra.version import VersionBase
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from shardlab.config.complaint import complaint, nearest
+from shardlab.config.overrides import GROUPS, check_overrides
+from shardlab.config.schema import CHOSEN, Config
+from shardlab.errors import ShardlabError
+
+VERSION_BASE = "1.3"
+"""The behaviour of Hydra that the package is written for."""
+
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError)
+"""What composing a config raises for a mistake in an override or in a user's file."""
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A config and where it came from.
+
+    yaml: the config as text, without interpolations; `to_config` reads it back
+    overrides: what the user wrote, without Hydra's own settings
+    choices: group -> chosen name; `experiment` too if one was chosen
+    """
+
+    config: Config
+    yaml: str
+    overrides: list[str]
+    choices: dict[str, str]
+
+
+def register_schema() -> None:
+    """Offer the schema to Hydra, at the root only: inside a group it would be listed as a choice."""
+    schema = OmegaConf.structured(Config)
+    OmegaConf.set_struct(schema.optimizer.kwargs, False)  # optimizer.kwargs.momentum=0.9 needs no plus sign
+    ConfigStore.instance().store(name="_schema", node=schema, provider="shardlab")
+
+
+register_schema()
+
+
+def compose(overrides: list[str]) -> Composed:
+    """Compose the packaged config with overrides, as `shardlab train` does; for use from Python.
+
+    Ranges and rules across keys are not looked at here (see check.py). Raises ShardlabError for any other mistake.
+    """
+    check_overrides(overrides)
+    with composing(overrides) as cfg:
+        return composed_from(cfg, cfg.hydra)
+
+
+@contextmanager
+def composing(
+    overrides: list[str], *, config_name: str = "config", folders: list[Path] | None = None, sweep: bool = False
+) -> Iterator[DictConfig]:
+    """The whole composed config, Hydra's node included. Hydra's global state is borrowed meanwhile and given back,
+    so that this works inside another Hydra application and in a notebook.
+
+    folders: the user's folders of choices. sweep: compose the parent of a sweep, whose overrides may hold several
+    values. Raises ShardlabError.
+    """
+    if folders:
+        listed = ",".join("'file://" + str(folder.resolve()).replace("'", r"\'") + "'" for folder in folders)
+        overrides = [f"hydra.searchpath=[{listed}]", *overrides]
+    borrowed: list[Any] = [HydraConfig.instance(), VersionBase.instance(), JobRuntime.instance()]
+    saved = [dict(vars(state)) for state in borrowed]
+    try:
+        with initialize_config_module("shardlab.conf", job_name="shardlab", version_base=VERSION_BASE):
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            cfg = hydra.compose_config(config_name, overrides, RunMode.MULTIRUN if sweep else RunMode.RUN)
+            HydraConfig.instance().set_config(cfg)
+            yield cfg
+    except COMPOSITION_ERRORS as error:
+        raise ShardlabError(complaint(error)) from None
+    finally:
+        for state, values in zip(borrowed, saved, strict=True):
+            vars(state).update(values)
+
+
+def composed_from(cfg: DictConfig, hydra: DictConfig) -> Composed:
+    """The typed config with what was overridden and chosen. hydra: Hydra's own node. Raises ShardlabError."""
+    choices = hydra.runtime.choices
+    for group in GROUPS:
+        if not isinstance(choices.get(group), str):
+            raise ShardlabError(f"{group} needs exactly one choice; its file or experiment makes {choices.get(group)}")
+    config = to_config(cfg)
+    return Composed(
+        config=config,
+        yaml=config_yaml(config),
+        overrides=list(hydra.overrides.task),
+        choices={group: choices[group] for group in (*GROUPS, "experiment") if choices.get(group) is not None},
+    )
+
+
+def to_config(cfg: DictConfig | Mapping[str, Any]) -> Config:
+    """The typed config of a composed one, or of one loaded from a run's config.yaml.
+
+    Raises ShardlabError for an unknown key, a wrong type, a missing value or an interpolation that leads nowhere.
+    """
+    try:
+        node = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(dict(cfg))
+        given = OmegaConf.masked_copy(node, [str(key) for key in node if key != "hydra"])
+        plain = cast(dict[str, Any], OmegaConf.to_container(given, resolve=True, enum_to_str=True))
+        schema = OmegaConf.structured(Config)
+        for group, classes in CHOSEN.items():
+            schema[group] = OmegaConf.structured(_chosen(group, classes, plain.get(group)))
+        config = OmegaConf.to_object(OmegaConf.merge(schema, plain))
+    except OmegaConfBaseException as error:
+        raise ShardlabError(complaint(error)) from None
+    assert isinstance(config, Config)
+    return config
+
+
+def _chosen(group: str, classes: dict[str, type], given: Any) -> type:
+    name = given.get("name") if isinstance(given, dict) else None
+    if name not in classes:
+        raise ShardlabError(f"unknown {group}.name={name}{nearest(str(name), classes)} (one of {', '.join(classes)})")
+    return classes[name]
+
+
+def config_yaml(config: Config) -> str:
+    """The config as YAML text without interpolations, enums by their names; `to_config` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -1,0 +1,145 @@
+"""`shardlab train`: a real application of Hydra's behind a thin shim.
+
+The shim reads the words first, because Hydra fails on flags between overrides, accepts some mistakes in silence and
+answers others with a traceback. It puts flags last, refuses the silent ones, runs `@hydra.main` and maps what comes
+back to one line or an exit status. An error inside a job is stored and raised afterwards: Hydra would announce it.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig
+
+from shardlab import __version__
+from shardlab.completion import complete
+from shardlab.config.complaint import complaint, nearest
+from shardlab.config.compose import COMPOSITION_ERRORS, VERSION_BASE, composing, to_config
+from shardlab.config.overrides import check_overrides, user_folders
+from shardlab.errors import ShardlabError
+from shardlab.jobs import Jobs, OneJob, SweepJobs, remove_empty
+
+
+def train(words: list[str]) -> int:
+    """Do what the words after `shardlab train` ask for; returns the exit status. Raises ShardlabError."""
+    if "--version" in words:
+        print(f"shardlab {__version__}")
+        return 0
+    flags, rest = read_words(words)
+    if flags.shell_completion:
+        query = [word for word in flags.overrides if word.startswith("query=")]
+        return complete(query[0], lambda argv: _call(argv, OneJob())) if query else _call(words, OneJob())
+    if flags.hydra_help or flags.info:
+        return _call([*flags.overrides, *rest], OneJob())
+
+    sweep = flags.multirun or any(word.upper() == "HYDRA.MODE=MULTIRUN" for word in flags.overrides)
+    parsed = check_overrides(flags.overrides, sweep=sweep)
+    folders = user_folders(flags.config_dir, parsed)
+    compose: dict[str, Any] = {"config_name": flags.config_name or "config", "folders": folders}
+    if sweep and not flags.help:
+        return _sweep(flags.overrides, rest, parsed, compose)
+    if flags.cfg in ("job", "all"):
+        with composing(flags.overrides, **compose) as cfg:
+            to_config(cfg)  # Hydra would show a key that doesn't exist without a word
+    return _call([*flags.overrides, *rest], OneJob())
+
+
+def read_words(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Hydra's flags wherever they stand: what they say, overrides included, and the words that are no overrides.
+
+    Raises ShardlabError for a flag that doesn't exist, or two that exclude each other.
+    """
+    parser = get_args_parser()
+    known = [option for action in parser._actions for option in action.option_strings]
+
+    def fail(message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0]
+        hint = nearest(unknown, known) if unknown != message.split(" ")[0] else ""
+        raise ShardlabError(f"shardlab train: {message}{hint}")
+
+    vars(parser)["error"] = fail
+    flags = parser.parse_intermixed_args(words)
+    modes = [
+        name
+        for name, given in (
+            ("--run", flags.run),
+            ("--cfg", flags.cfg),
+            ("-m", flags.multirun),
+            ("-sc", flags.shell_completion),
+            ("--info", flags.info),
+        )
+        if given
+    ]
+    if len(modes) > 1:
+        raise ShardlabError(f"{' and '.join(modes)} exclude each other; give one of them")
+    if flags.resolve and not (flags.cfg or flags.help):
+        raise ShardlabError("--resolve goes with --cfg job or --help")
+    if flags.experimental_rerun is not None:
+        raise ShardlabError("--experimental-rerun would unpickle a file; give the run's overrides again instead")
+    rest = list(words)
+    for word in flags.overrides:
+        rest.remove(word)
+    return flags, rest
+
+
+def _sweep(overrides: list[str], rest: list[str], parsed: list[Override], compose: dict[str, Any]) -> int:
+    """Run each combination. The folder is fixed beforehand, so that a sweep that cannot be composed leaves none."""
+    with composing(overrides, sweep=True, **compose) as cfg:
+        folder = Path(cfg.hydra.sweep.dir)
+        ranks = cfg.ranks
+    varied = [override for override in parsed if override.is_sweep_override()]
+    for override in parsed:
+        if override.key_or_group == "ranks" and override.is_discrete_sweep():
+            ranks = max(int(value) for value in override.sweep_iterator() if isinstance(value, int | float))
+    jobs = SweepJobs(folder, [override.key_or_group for override in varied], ranks)
+    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    existed = folder.exists()
+    try:
+        return _call([*overrides, f"hydra.sweep.dir='{quoted}'", *rest], jobs)
+    finally:
+        if not existed and all(row.status == "refused" for row in jobs.rows):
+            (folder / "multirun.yaml").unlink(missing_ok=True)
+            remove_empty(folder)
+
+
+def _call(argv: list[str], jobs: Jobs) -> int:
+    """Call Hydra's application with these words. jobs: what it is to run."""
+
+    @hydra.main(config_path="pkg://shardlab.conf", config_name="config", version_base=VERSION_BASE)
+    def application(cfg: DictConfig) -> float | None:
+        return jobs.run(cfg)
+
+    with _process_state(argv):
+        try:
+            application()
+        except COMPOSITION_ERRORS as error:
+            if jobs.started or isinstance(error, BrokenPipeError):
+                raise
+            raise ShardlabError(complaint(error)) from None
+        except SystemExit as end:
+            if end.code not in (0, None):
+                raise
+    return jobs.status()
+
+
+@contextlib.contextmanager
+def _process_state(argv: list[str]) -> Iterator[None]:
+    """Hydra reads sys.argv, and raises its errors to the caller only under HYDRA_FULL_ERROR."""
+    saved, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = ["shardlab", *argv]
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = saved
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error

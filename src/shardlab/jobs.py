@@ -1,0 +1,184 @@
+"""The jobs of one command: Hydra calls `run` once, or once for each combination of a sweep.
+
+A job never raises for its own mistake or failure: Hydra would announce it in its own words and, in a sweep, show
+the first one only, at the end. One job keeps its error for the command to raise; a sweep's says it at once, keeps
+a row and lets the others go on. An interrupt ends the whole command.
+"""
+
+import contextlib
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from shardlab.config.check import settle
+from shardlab.config.compose import Composed, composed_from
+from shardlab.errors import ShardlabError
+
+if TYPE_CHECKING:
+    from shardlab.launch.sweep import Sweep
+    from shardlab.tracking.record import RunRecord
+
+BEGUN = time.time() - 0.05
+"""When this process began, nearly, and a little before: file systems keep time in coarse ticks."""
+
+
+class Jobs(ABC):
+    """What Hydra's application runs. started: Hydra has called a job, so composing is over."""
+
+    def __init__(self) -> None:
+        self.started = False
+
+    @abstractmethod
+    def run(self, cfg: DictConfig) -> float | None:
+        """Run one composed job. Returns its objective: the best validation loss, or None if there is none."""
+
+    @abstractmethod
+    def status(self) -> int:
+        """The command's exit status once Hydra is done. Raises what a single job kept."""
+
+
+class OneJob(Jobs):
+    """The job of a command without -m."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: Exception | None = None
+
+    def run(self, cfg: DictConfig) -> float | None:
+        """See Jobs."""
+        self.started = True
+        hydra = cast(DictConfig, HydraConfig.get())
+        try:
+            return best_loss(_train(composed_from(cfg, hydra)))
+        except Exception as error:
+            self.error = error
+            remove_empty(Path(hydra.runtime.output_dir))
+            return None
+
+    def status(self) -> int:
+        """See Jobs."""
+        if self.error is None:
+            return 0
+        if isinstance(self.error, ShardlabError) or not _is_failed_run(self.error):
+            raise self.error
+        print(self.error, file=sys.stderr)
+        return 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one job of a sweep ended. status: finished, failed or refused; what: the values that were its own."""
+
+    number: int
+    what: str
+    status: str
+    reason: str = ""
+
+
+class SweepJobs(Jobs):
+    """The jobs of a sweep, one after the other.
+
+    folder: the sweep's; varied: the keys that take several values; ranks: the most that any job uses
+    """
+
+    def __init__(self, folder: Path, varied: list[str], ranks: int, parent: "Sweep | None" = None) -> None:
+        super().__init__()
+        self.folder, self.varied, self.ranks, self.parent = folder, varied, ranks, parent
+        self.rows: list[Row] = []
+
+    def run(self, cfg: DictConfig) -> float | None:
+        """See Jobs."""
+        self.started = True
+        hydra = cast(DictConfig, HydraConfig.get())
+        number = int(hydra.job.num)
+        own = [word for word in hydra.overrides.task if word.lstrip("+").partition("=")[0] in self.varied]
+        what = " ".join(own or hydra.overrides.task)
+        print(f"job {number}: {what}")
+        folder = self.folder / str(hydra.sweep.subdir)
+        try:
+            composed = composed_from(cfg, hydra)
+            composed = replace(composed, config=replace(composed.config, run_dir=str(folder)))
+            record = _train(composed, sweep=self.parent, largest_ranks=self.ranks)
+        except Exception as error:
+            remove_empty(folder)
+            self._keep(number, what, error)
+            return None
+        self.rows.append(Row(number, what, "finished"))
+        return best_loss(record)
+
+    def _keep(self, number: int, what: str, error: Exception) -> None:
+        """Say at once what went wrong, and keep it for the table."""
+        if isinstance(error, ShardlabError):
+            status, reason = "refused", str(error)
+        elif _is_failed_run(error):
+            status, reason = "failed", str(error)
+        else:  # a bug: its traceback is wanted, but the other jobs are not to blame
+            traceback.print_exception(error)
+            status, reason = "failed", f"{type(error).__name__}: {error}"
+        self.rows.append(Row(number, what, status, " ".join(reason.split())))
+        print(f"job {number} {status}: {self.rows[-1].reason}", file=sys.stderr)
+
+    def status(self) -> int:
+        """See Jobs: 1 if a job failed, 2 if every one was refused, 0 otherwise. ShardlabError if there was none."""
+        if not self.rows:
+            raise ShardlabError("the sweep holds no combination; give each key at least one value")
+        print(table(self.rows, self.folder))
+        statuses = {row.status for row in self.rows}
+        if "failed" in statuses:
+            return 1
+        return 0 if "finished" in statuses else 2
+
+
+def table(rows: list[Row], folder: Path) -> str:
+    """The end of a sweep for a person: how many of each status, and a line for each job."""
+    counts = Counter(row.status for row in rows)
+    lines = [f"sweep {folder}: " + ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))]
+    widest = max((len(row.what) for row in rows), default=0)
+    lines += [f"  {row.number:>3}  {row.what:<{widest}}  {row.status:<8}  {row.reason}".rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _train(composed: Composed, *, sweep: "Sweep | None" = None, largest_ranks: int | None = None) -> "RunRecord":
+    settled, notes = settle(composed, largest_ranks=largest_ranks)
+    for note in notes:
+        print(note, file=sys.stderr)
+
+    from shardlab.launch.run import run
+
+    return run(settled, sweep=sweep)
+
+
+def _is_failed_run(error: Exception) -> bool:
+    from shardlab.launch.run import RunFailed
+
+    return isinstance(error, RunFailed)
+
+
+def best_loss(record: "RunRecord") -> float | None:
+    """The lowest validation loss of a run, or None if it was never validated."""
+    return None if record.best is None else float(record.best["loss"])
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder that Hydra made for a run that never was, with the parents that it made on the way.
+
+    A folder is new if its parent changed after this process began. One that holds something stays, and so do the
+    current folder and those above it.
+    """
+    kept = {Path.cwd(), *Path.cwd().parents}
+    made = []
+    for each in (folder.absolute(), *folder.absolute().parents):
+        if each in kept or not each.is_dir() or each.parent.stat().st_mtime < BEGUN:
+            break
+        made.append(each)
+    with contextlib.suppress(OSError):  # the first one that isn't empty
+        for each in made:
+            each.rmdir()

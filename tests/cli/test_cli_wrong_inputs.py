@@ -1,0 +1,157 @@
+"""A wrong input ends in one line that names the mistake and what would work; nothing is started or left behind."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from shardlab.cli import main
+
+WRONG = [
+    # words                                                        what the line must say
+    ("train trainer.stepz=3", "unknown key 'trainer.stepz'; did you mean 'trainer.steps'?"),
+    ("train +trainer.stepz=3", "unknown key 'trainer.stepz'; did you mean 'trainer.steps'?"),
+    ("train ++trainer.stepz=3", "unknown key 'trainer.stepz'; did you mean 'trainer.steps'?"),
+    ("train +trainer.stepz=3 --cfg job", "unknown key 'trainer.stepz'; did you mean 'trainer.steps'?"),
+    ("train +trainer.steps=3 trainer.steps=4 +seed=3", "seed exists: set it without the plus sign"),
+    ("train epochs=3", "did you mean 'trainer.epochs'?"),
+    ("train modle=small", "unknown key 'modle'; did you mean 'model'?"),
+    ("train dataset.max_length=32", "belongs to dataset=nsmc"),
+    ("train scheduler.gamma=0.5", "belongs to scheduler=step"),
+    ("train trainer.steps=two", "trainer.steps must be a whole number, not 'two'"),
+    ("train trainer.steps=2.5", "trainer.steps must be a whole number, not '2.5'"),
+    ("train optimizer.lr=fast", "optimizer.lr must be a number, not 'fast'"),
+    ("train dataset.seq_len=many", "dataset.seq_len must be a whole number, not 'many'"),
+    ("train trainer.test=perhaps", "trainer.test must be true or false"),
+    ("train trainer={steps:3,epoch:1}", "unknown key 'trainer.epoch'; did you mean 'trainer.epochs'?"),
+    ("train trainer=3", "trainer holds several keys; set trainer.KEY"),
+    ("train model@other=tiny", "'model@other=tiny' would put a choice at another place"),
+    ("train seed=null", "seed must not be null"),
+    ("train model.norm=middle", "it is one of post, pre"),
+    ("train model=smal", "unknown model=smal; did you mean 'small'? (model is one of base, small, tiny, tutorial)"),
+    ("train +models=small", "unknown key 'models'; did you mean 'model'?"),
+    ("train precision=fp8", "unknown precision=fp8"),
+    ("train dataset=wikitext", "did you mean 'wikitext2'?"),
+    ("train ~model", "'~model' takes a part of the config away"),
+    ("train ~trainer.global_batch", "'~trainer.global_batch' takes a part of the config away"),
+    ("train model=[tiny,small]", "model takes one choice, not a list; to run each of them: -m model=tiny,small"),
+    ("train model=1", "model=1 is no choice; model is one of base, small, tiny, tutorial"),
+    ("train model=null", "model=null is no choice"),
+    ("train dataset.name=nsmc", "key 'dataset.seq_len' belongs to dataset=wikitext2"),
+    ("train dataset.name=imdb", "unknown dataset.name=imdb"),
+    ("train experiment=typo", "unknown experiment=typo (experiment is one of demo, tutorial_small)"),
+    ("train experiment=tutorial_smal", "did you mean 'tutorial_small'?"),
+    ("train --config-dir nowhere", "nowhere: no such folder"),
+    ("train hydra.searchpath=[file://nowhere]", "nowhere: no such folder"),
+    ("train --config-dir shadowing model=small", "would not be read: shardlab has a model/small.yaml of its own"),
+    ("train --config-dir broken model=broken", "broken.yaml line 2: not YAML"),
+    ("train --config-dir broken model=typo", "model/typo.yaml: unknown key 'model.d_modle'; did you mean 'model.d_mod"),
+    ("train --config-dir broken experiment=typo2", "unknown key 'trainer.stepz'"),
+    ("train --config-dir broken model=words", "model/words"),
+    ("train --config-dir latin model=latin", "latin.yaml"),
+    ("train --config-dir broken model=part", "model.d_ff must be given"),
+    ("train --config-name mine", "no config named 'mine'"),
+    ("train -m run_dir=here seed=1,2", "set hydra.sweep.dir=FOLDER"),
+    ("train hydra.run.dir=here", "set run_dir=FOLDER instead"),
+    ("train seed=1,2", "'seed=1,2' holds several values; add -m to run each"),
+    ("train -m --cfg job", "--cfg and -m exclude each other"),
+    ("train -m model=tiny,smal", "unknown model=smal; did you mean 'small'?"),
+    ("train -m trainer.stepz=1,2", "unknown key 'trainer.stepz'; did you mean 'trainer.steps'?"),
+    ("train -m model=tiny,[small]", "model takes one choice, not a list"),
+    ("train ranks=0", "ranks=0: it must be at least 1"),
+    ("train strategy=ddp ranks=2 strategy.replicate=3", "set ranks=3 or strategy.replicate=2"),
+    ("train strategy.replicate=2", "strategy=single has every axis 1"),
+    ("train strategy.tensor=2", "strategy.tensor=2 is not available in this version; 1 is"),
+    ("train strategy=ddp strategy.replicate=${rank}", "strategy.replicate: Interpolation key 'rank' not found"),
+    ("train optimizer.name=Adamm", "unknown optimizer.name=Adamm; did you mean 'Adam'?"),
+    ("train optimizer.name=LBFGS", "optimizer.name=LBFGS cannot be used: it evaluates the loss several times"),
+    ("train optimizer.kwargs.momentu=0.9 optimizer=sgd", "SGD has no such argument; did you mean 'momentum'?"),
+    ("train optimizer.kwargs.momentum=-1 optimizer=sgd", "SGD refuses {'momentum': -1}: Invalid momentum value: -1"),
+    ("train optimizer.kwargs.lr=1", "the learning rate is optimizer.lr"),
+    ("train optimizer.lr=-1", "optimizer.lr=-1.0: it must be a number above 0"),
+    ("train optimizer.lr=nan", "optimizer.lr=nan: it must be a number above 0"),
+    ("train trainer.micro_batch=4 trainer.micro_batches=5", "give one of them"),
+    ("train trainer.micro_batches=21", "exceeds the 20 rows of trainer.global_batch"),
+    ("train trainer.steps=0", "trainer.steps=0: it must be at least 1"),
+    ("train trainer.clip=0", "trainer.clip=0.0: it must be a number above 0"),
+    ("train model.n_heads=5", "does not divide model.d_model=64; 1, 2, 4 or 8 would"),
+    ("train model.d_model=63 model.n_heads=3", "model.d_model=63 is odd"),
+    ("train model.dropout=1.0", "model.dropout=1.0: it must be at least 0 and below 1"),
+    ("train scheduler=step scheduler.gamma=1.5", "scheduler.gamma=1.5"),
+    ("train scheduler=cosine trainer.steps=50", "scheduler.warmup_steps=100 leaves nothing of trainer.steps=50"),
+    ("train seed=-1", "a seed lies between 0 and"),
+    ("train seed=99999999999999", "a seed lies between 0 and"),
+    ("train runtime.threads=0", "runtime.threads=0: it must be at least 1"),
+    ("train runtime.timeout=-5", "runtime.timeout=-5.0"),
+    ("train dataset=nsmc dataset.path=nowhere", "dataset.path=nowhere: no such file or folder"),
+    ("train tracking.name=wandb", "it is mlflow or none"),
+    ("train run_dir=/proc/1/nothing", "/proc/1/nothing"),
+    ("train model=tiny,", "cannot read 'model=tiny,'"),
+    ("train seed", "cannot read 'seed'"),
+    ("train trainer.steps=[1", "cannot read 'trainer.steps=[1'"),
+    ("train --no-such-flag", "--no-such-flag"),
+    ("train --confg-dir here", "did you mean '--config-dir'?"),
+    ("train --cfg jobs", "invalid choice: 'jobs'"),
+    ("train --experimental-rerun x", "would unpickle a file"),
+    ("trian model=tiny", "unknown command 'trian'; did you mean 'train'?"),
+    ("model=tiny", "did you mean 'shardlab train model=tiny'?"),
+    ("", "which command?"),
+    ("compare", "the following arguments are required: RUN"),
+    ("data wikitext2 --chek", "--chek"),
+]
+
+AS_A_PROCESS = 4
+"""Every so many cases are real commands; the others call main() here, which takes a tenth of the time."""
+
+
+@pytest.fixture(autouse=True)
+def _user_folders(tmp_path: Path) -> None:
+    for name, text in {
+        "shadowing/model/small.yaml": "name: small\n",
+        "broken/model/broken.yaml": "name: x\n  d_model: [1\n",
+        "broken/model/typo.yaml": "name: typo\nd_modle: 3\n",
+        "broken/model/words.yaml": "just words\n",
+        "broken/model/part.yaml": "name: part\nn_layers: 1\nd_model: 8\nn_heads: 1\n",
+        "broken/experiment/typo2.yaml": "# @package _global_\ntrainer:\n  stepz: 3\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "latin/model/latin.yaml").parent.mkdir(parents=True)
+    (tmp_path / "latin/model/latin.yaml").write_bytes(b"name: caf\xe9\n")
+
+
+def files() -> set[str]:
+    return {str(path) for path in Path().rglob("*")}
+
+
+def assert_refused(status: int, error: str, said: str, before: set[str]) -> None:
+    assert status == 2, error
+    assert len(error.splitlines()) == 1, error
+    assert said in error
+    assert files() == before, "something was left behind"
+
+
+@pytest.mark.parametrize(("words", "said"), [case for n, case in enumerate(WRONG) if n % AS_A_PROCESS])
+def test_wrong_input_is_one_line(words, said, capfd):
+    before = files()
+    status = main(words.split())
+    assert_refused(status, capfd.readouterr().err, said, before)
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG[::AS_A_PROCESS])
+def test_wrong_input_is_one_line_of_the_real_command(words, said, shardlab):
+    before, begun = files(), time.monotonic()
+    ended = shardlab(*words.split())
+    assert_refused(ended.returncode, ended.stderr, said, before)
+    assert ended.stdout == ""
+    # Alone it takes 0.3 to 0.7 s; the suite's other processes may share the machine.
+    assert time.monotonic() - begun < 3 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def test_cuda_without_a_gpu_is_refused(capfd, monkeypatch):
+    monkeypatch.setattr("shardlab.config.check.visible_gpus", lambda: 1)
+    assert main("train runtime.device=cuda strategy=ddp ranks=2".split()) == 2
+    error = capfd.readouterr().err
+    assert "runtime.device=cuda needs a GPU for each of 2 ranks, and 1 can be used here" in error
+    assert len(error.splitlines()) == 1
