@@ -64,9 +64,7 @@ class Death:
             name = signal.Signals(-self.code).name
         except ValueError:
             name = f"signal {-self.code}"
-        return f"was killed by {name}" + (
-            " (out of memory?)" if self.code == -signal.SIGKILL else ""
-        )
+        return f"was killed by {name}" + (" (out of memory?)" if self.code == -signal.SIGKILL else "")
 
     @property
     def echo(self) -> bool:
@@ -84,22 +82,18 @@ def describe_failure(error: BaseException, when: float) -> Failure:
     shown = next((link for link in chain if not _is_echo(link)), error)
     try:
         message = " ".join(str(shown).split())
-    except Exception:  # noqa: BLE001 - an exception whose __str__ fails must not hide the failure
+    except Exception:
         message = ""
     return Failure(
         when=when,
-        summary=f"{type(shown).__name__}: {message}"[:500]
-        if message
-        else type(shown).__name__,
+        summary=f"{type(shown).__name__}: {message}"[:500] if message else type(shown).__name__,
         text="".join(traceback.format_exception(error)),
         user_error=message if isinstance(shown, ShardlabError) else None,
         echo=_is_echo(chain[-1]),
     )
 
 
-def first_cause(
-    failures: dict[int, Failure], deaths: dict[int, Death]
-) -> tuple[int, Failure | Death]:
+def first_cause(failures: dict[int, Failure], deaths: dict[int, Death]) -> tuple[int, Failure | Death]:
     """The rank to name and how it ended. At least one of the two must hold something."""
     known: dict[int, Failure | Death] = {**deaths, **failures}
 
@@ -116,9 +110,7 @@ def _chain(error: BaseException) -> list[BaseException]:
     chain = [error]
     while True:
         last = chain[-1]
-        before = last.__cause__ or (
-            None if last.__suppress_context__ else last.__context__
-        )
+        before = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
         if before is None or before in chain:
             return chain
         chain.append(before)
@@ -127,7 +119,4 @@ def _chain(error: BaseException) -> list[BaseException]:
 def _is_echo(error: BaseException) -> bool:
     # By name: this module must not import torch.
     from_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-    return from_torch or (
-        isinstance(error, (RuntimeError, OSError))
-        and any(echo in str(error) for echo in ECHOES)
-    )
+    return from_torch or (isinstance(error, (RuntimeError, OSError)) and any(echo in str(error) for echo in ECHOES))

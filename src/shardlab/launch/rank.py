@@ -53,9 +53,7 @@ def nothing() -> None:
 
 def live(place: Place, orders: Orders, launcher: "Connection[Any, Any]") -> None:
     """Be the rank; never returns. Sends Finished or Failure before any connection to another rank closes."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the launcher answers for it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher answers for it
     _end_with_launcher()
     _write_to(orders.log_dir / f"rank-{place.rank}.log")
     os.environ.clear()
@@ -68,12 +66,10 @@ def live(place: Place, orders: Orders, launcher: "Connection[Any, Any]") -> None
             result = function(place, *pickle.loads(orders.arguments))
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
-                raise RuntimeError(
-                    f"exit was called with {leaving.code!r}"
-                ) from leaving
+                raise RuntimeError(f"exit was called with {leaving.code!r}") from leaving
             result = None
         launcher.send(Finished(result))
-    except BaseException as error:  # noqa: BLE001 - whatever it was, the launcher must hear of it
+    except BaseException as error:
         # `kept` holds the traceback and with it every object of the failed step until the process is gone.
         kept = error
         code = 1
@@ -100,9 +96,7 @@ def _end_with_launcher() -> None:
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     with contextlib.suppress(OSError):
         fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(
-            sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC
-        )
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
     def watch() -> None:
         wait([sentinel])

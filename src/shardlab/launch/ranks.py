@@ -45,16 +45,14 @@ TERM_SECONDS = 1.0
 _starting = threading.RLock()
 
 
-class RanksFailed(Exception):
+class RanksFailed(Exception):  # noqa: N818 - it says what happened
     """A rank failed, and the run with it.
 
     rank: the one that failed first; reason: one line that names it; text: its traceback, or the end of its log
     user_error: the message, if the rank raised ShardlabError: the user can mend it
     """
 
-    def __init__(
-        self, rank: int, reason: str, text: str, user_error: str | None = None
-    ) -> None:
+    def __init__(self, rank: int, reason: str, text: str, user_error: str | None = None) -> None:
         super().__init__(rank, reason, text, user_error)
         self.rank, self.reason, self.text, self.user_error = (
             rank,
@@ -105,9 +103,7 @@ def run_ranks(
     crew = _Crew()
     with (
         Signals() as signals,
-        tempfile.TemporaryDirectory(
-            prefix="shardlab-", ignore_cleanup_errors=True
-        ) as meeting,
+        tempfile.TemporaryDirectory(prefix="shardlab-", ignore_cleanup_errors=True) as meeting,
     ):
         try:
             _wake_server(signals)
@@ -126,9 +122,7 @@ def _reference(function: Callable[..., Any] | str) -> str:
     if isinstance(function, str):
         return function
     if function.__module__ == "__main__" or "." in function.__qualname__:
-        raise ValueError(
-            f"{function.__qualname__} must stand at the top of a module that can be imported"
-        )
+        raise ValueError(f"{function.__qualname__} must stand at the top of a module that can be imported")
     return f"{function.__module__}:{function.__qualname__}"
 
 
@@ -142,9 +136,7 @@ def _wake_server(signals: Signals) -> None:
         None,
         *multiprocessing.get_all_start_methods(),
     ):
-        multiprocessing.set_start_method(
-            "forkserver", force=True
-        )  # in a worker of joblib it is one of joblib's own
+        multiprocessing.set_start_method("forkserver", force=True)  # in a worker of joblib it is one of joblib's own
     for preload in (PRELOAD, []):
         multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
         resource_tracker.ensure_running()  # by itself it would unblock SIGINT below
@@ -213,16 +205,12 @@ def _watch(crew: _Crew, signals: Signals, poll: Callable[[], None]) -> None:
         signals.check()
         for rank in list(crew.pipes):
             _listen(crew, rank)
-        for rank in [
-            rank for rank in alive if crew.processes[rank].exitcode is not None
-        ]:
+        for rank in [rank for rank in alive if crew.processes[rank].exitcode is not None]:
             alive.remove(rank)
             _listen(crew, rank)  # its last word may have come after the look above
             if rank not in crew.finished and rank not in crew.failures:
-                crew.deaths[rank] = Death(
-                    time.monotonic(), crew.processes[rank].exitcode or 0
-                )
-        ends = [*crew.failures.values(), *crew.deaths.values()]
+                crew.deaths[rank] = Death(time.monotonic(), crew.processes[rank].exitcode or 0)
+        ends: list[Failure | Death] = [*crew.failures.values(), *crew.deaths.values()]
         if ends:
             echoes_only = all(end.echo for end in ends)
             deadline = min(
@@ -251,9 +239,7 @@ def _listen(crew: _Crew, rank: int) -> None:
 
 def _end(crew: _Crew) -> None:
     """Leave no rank running."""
-    running = [
-        process for process in crew.processes.values() if process.exitcode is None
-    ]
+    running = [process for process in crew.processes.values() if process.exitcode is None]
     for process in running:
         process.terminate()
     deadline = time.monotonic() + TERM_SECONDS
@@ -270,18 +256,12 @@ def _end(crew: _Crew) -> None:
 def _failed(crew: _Crew, log_dir: Path) -> RanksFailed:
     rank, cause = first_cause(crew.failures, crew.deaths)
     if isinstance(cause, Failure):
-        return RanksFailed(
-            rank, f"rank {rank} raised {cause.summary}", cause.text, cause.user_error
-        )
-    return RanksFailed(
-        rank, f"rank {rank} {cause.summary}", _last_lines(log_dir / f"rank-{rank}.log")
-    )
+        return RanksFailed(rank, f"rank {rank} raised {cause.summary}", cause.text, cause.user_error)
+    return RanksFailed(rank, f"rank {rank} {cause.summary}", _last_lines(log_dir / f"rank-{rank}.log"))
 
 
 def _last_lines(log: Path, lines: int = 20) -> str:
     try:
-        return "\n".join(
-            log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
-        )
+        return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
     except OSError:
         return ""

@@ -1,0 +1,1 @@
+"""The run record, where it came from, and its way to MLflow."""

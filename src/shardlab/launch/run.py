@@ -1,0 +1,134 @@
+"""A run's life: data, folder, ranks, end.
+
+The order is what makes every promise true. Wrong data ends the command before there is a folder or a process. The
+folder is complete before the first rank starts. The ranks write the record; the launcher, which outlives them all,
+writes its `end` once they are gone and then has MLflow show the same. Whatever happens in between, an end is written.
+"""
+
+import sys
+import time
+from pathlib import Path
+from signal import Signals as Signal
+from typing import TYPE_CHECKING
+
+from shardlab.config.compose import Composed
+from shardlab.data.prepare import prepare
+from shardlab.data.prepared import read_meta
+from shardlab.errors import ShardlabError
+from shardlab.launch.folder import make_folder, refuse_used
+from shardlab.launch.progress import Progress, shown
+from shardlab.launch.ranks import RanksFailed, run_ranks
+from shardlab.launch.signals import Signals
+from shardlab.tracking.mlflow_sink import Sink, where_to_look
+from shardlab.tracking.record import EVENTS, EventLog, RunRecord
+from shardlab.tracking.store import store_of
+
+if TYPE_CHECKING:
+    from shardlab.launch.sweep import Sweep
+
+SINK_SECONDS = 30.0
+"""How long the end of a run waits for a slow MLflow server; a second Ctrl-C ends that wait."""
+
+TRAIN_RANK = "shardlab.training.loop:train_rank"
+"""What each rank runs. A name: importing it would bring torch into the launcher."""
+
+
+class RunFailed(Exception):  # noqa: N818 - it says what happened
+    """A run was started and failed. record: what it wrote; reason: one line with the first cause."""
+
+    def __init__(self, record: RunRecord, reason: str) -> None:
+        super().__init__(record, reason)
+        self.record, self.reason = record, reason
+
+    def __str__(self) -> str:
+        return f"{self.record.name} failed: {self.reason} (more in {self.record.folder}/rank-*.log)"
+
+
+def run(composed: Composed, *, sweep: "Sweep | None" = None) -> RunRecord:
+    """Train as a checked config says, and return the run's record.
+
+    sweep: the sweep that this run is a job of
+
+    Raises ShardlabError for what the user can mend, before or after the ranks have started; RunFailed;
+    KeyboardInterrupt, or SystemExit(128 + signal) after SIGTERM or SIGHUP. The run's end is written in every case.
+    """
+    config = composed.config
+    folder = Path(config.run_dir)
+    refuse_used(folder)
+    with Signals() as signals:
+        with signals.raising():
+            data_dir = prepare(config.dataset)
+        name = make_folder(folder, composed, read_meta(data_dir), None if sweep is None else sweep.begin())
+        sink = Sink(folder, store_of(config.tracking)) if config.tracking.name == "mlflow" else None
+        progress = Progress(folder, name)
+
+        def watch() -> None:
+            progress.update()
+            if sink is not None:
+                sink.start()
+
+        status: str = "FAILED"
+        reason: str | None = None
+        ended_by: BaseException | None = None
+        started = time.monotonic()
+        try:
+            signals.check()
+            arguments = (config, folder.absolute(), data_dir)
+            run_ranks(TRAIN_RANK, arguments, config.ranks, log_dir=folder.absolute(), poll=watch)
+            status = "FINISHED"
+        except RanksFailed as failed:
+            reason, ended_by = failed.user_error or failed.reason, failed
+        except (KeyboardInterrupt, SystemExit) as interrupted:
+            status, reason, ended_by = "KILLED", "interrupted", interrupted
+            if isinstance(interrupted, SystemExit):
+                reason = f"interrupted by {Signal(int(interrupted.code or 0) - 128).name}"
+        except BaseException as error:
+            reason = f"the launcher raised {type(error).__name__}: {error}"
+            raise
+        finally:
+            progress.close()
+            end(folder, status, reason, time.monotonic() - started)
+            seen = signals.count
+            warning = sink.finish(SINK_SECONDS, lambda: signals.count > seen) if sink is not None else None
+        record = RunRecord.load(folder)
+        say(record, warning)
+        if ended_by is None:
+            signals.check()  # it came when everything was done
+            return record
+    if isinstance(ended_by, RanksFailed):
+        if ended_by.user_error is not None:
+            raise ShardlabError(ended_by.user_error) from ended_by
+        raise RunFailed(record, ended_by.reason) from ended_by
+    raise ended_by
+
+
+def end(folder: Path, status: str, reason: str | None, seconds: float) -> None:
+    """Write the record's last event, once no rank is left; a line that a killed rank has torn is cut."""
+    log = EventLog(folder / EVENTS)
+    log.write("end", status=status, reason=reason, seconds=seconds)
+    log.close()
+
+
+def say(record: RunRecord, warning: str | None) -> None:
+    """Tell the user how the run ended and where to look: results on standard output, a warning on standard error."""
+    seconds = record.events[-1].get("seconds", 0.0)
+    line = f"{record.name} {record.status.lower()} after {len(record.steps)} steps in {seconds:.1f} s"
+    if rate := record.tokens_per_s:
+        line += f", {rate:,.0f} tokens/s"
+    if record.peak_memory:
+        line += ", peak memory " + " and ".join(f"{size / 2**20:,.0f}" for size in record.peak_memory.values()) + " MiB"
+    lines = [line]
+    for split in ("val", "test"):
+        if evaluations := record.evals(split):
+            best = record.best or {}
+            chosen = next((found for found in evaluations if found["step"] == best.get("step")), evaluations[-1])
+            lines.append(f"  {split:<5} {shown(chosen)} (step {chosen['step']})")
+    lines.append(f"  run folder: {record.folder}")
+    if look := where_to_look(record.folder):
+        lines.append(f"  MLflow: {look}")
+    try:
+        print("\n".join(lines), flush=True)
+        if warning is not None:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+    except BrokenPipeError:  # nobody reads on; the run is none the worse
+        return

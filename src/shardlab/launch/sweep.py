@@ -1,0 +1,76 @@
+"""A sweep's bookkeeping: one parent run in MLflow over the runs of its jobs.
+
+The parent is made by the first job's background thread, so a sweep starts as fast as a run and a dead server does
+not stop it. How the jobs ended is read from their records.
+"""
+
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+from shardlab.errors import ShardlabError
+from shardlab.launch.run import SINK_SECONDS
+from shardlab.tracking.provenance import user, without_credentials
+from shardlab.tracking.record import PROVENANCE, RunRecord
+from shardlab.tracking.store import problem
+from shardlab.tracking.sweep_parent import begin_sweep, end_sweep, ship_sweep
+
+
+class Sweep:
+    """One sweep. folder: holds the folders of its jobs; command: the words that started it."""
+
+    def __init__(self, folder: Path, command: list[str]) -> None:
+        self.folder = folder.absolute()
+        self._command = [without_credentials(word) for word in command]
+
+    def begin(self) -> Path:
+        """Write the sweep down if it isn't yet, and return its folder. For each job that gets as far as a folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        begin_sweep(self.folder, uuid.uuid4().hex, self._command, user())
+        return self.folder
+
+    def finish(self, *, interrupted: bool = False, refused: int = 0) -> str:
+        """Write down how it ended, and have MLflow show it. Returns the status.
+
+        FINISHED if no job failed; KILLED if interrupted. refused: jobs that had no run, their config being wrong.
+        A server that can't be written costs one warning line.
+        """
+        records = self._records()
+        failed = sum(record.status != "FINISHED" for record in records)
+        status = "KILLED" if interrupted else "FAILED" if failed else "FINISHED"
+        metrics = {
+            "sweep/jobs_finished": float(len(records) - failed),
+            "sweep/jobs_failed": float(failed),
+            "sweep/jobs_refused": float(refused),
+        }
+        if losses := [record.best["loss"] for record in records if record.best]:
+            metrics["sweep/best_val_loss"] = min(losses)
+        if not records:
+            return status
+        problems: list[str] = []
+
+        def ship() -> None:
+            for store in end_sweep(self.folder, status, metrics):
+                try:
+                    ship_sweep(self.folder, store)
+                except Exception as error:
+                    problems.append(problem(store, error))
+
+        shipping = threading.Thread(target=ship, name="mlflow sweep", daemon=True)
+        shipping.start()
+        shipping.join(SINK_SECONDS)
+        if shipping.is_alive():
+            problems.append("MLflow has not answered yet")
+        for line in problems:
+            print(f"warning: {line}; to ship the sweep's end later: shardlab sync {records[0].folder}", file=sys.stderr)
+        return status
+
+    def _records(self) -> list[RunRecord]:
+        records = []
+        for path in sorted(self.folder.glob(f"**/{PROVENANCE}")):
+            try:
+                records.append(RunRecord.load(path.parent))
+            except ShardlabError:  # its launcher was killed in the first moment
+                continue
+        return records

@@ -1,0 +1,84 @@
+"""What MLflow is told of a run: pure translations of the config and of events, without MLflow.
+
+A point's time is its event's own, so that an event that is shipped again makes the identical point, which MLflow
+keeps once.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from shardlab.tracking.record import Event
+
+LONGEST_PARAM = 6000
+"""Characters of a param's value; MLflow cuts longer ones with a mere warning."""
+
+
+class Point(NamedTuple):
+    """One value of a metric. timestamp: milliseconds."""
+
+    key: str
+    value: float
+    timestamp: int
+    step: int
+
+
+def points(event: Event) -> Iterator[Point]:
+    """The metric values that an event carries; none for most kinds."""
+    kind, step = event["event"], event.get("step", 0)
+    values: dict[str, Any] = {}
+    if kind == "step":
+        values = {f"train/{key}": event.get(key) for key in ("loss", "grad_norm", "lr", "epoch")}
+        if event.get("seconds"):
+            values["perf/tokens_per_s"] = event["tokens"] / event["seconds"]
+            values["perf/step_seconds"] = event["seconds"]
+    elif kind == "eval":
+        about = ("event", "time", "split", "step")
+        values = {f"{event['split']}/{key}": value for key, value in event.items() if key not in about}
+    elif kind == "best":
+        values = {"val/best_loss": event.get("loss")}
+    elif kind == "rank":
+        values = {f"perf/peak_memory_rank{event['rank']}": event.get("peak_memory")}
+    for key, value in values.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield Point(key, finite(float(value)), int(event["time"] * 1000), step)
+
+
+def finite(value: float) -> float:
+    """Infinity as the largest number, which is how MLflow's own stores keep it; NaN stays."""
+    return math.copysign(sys.float_info.max, value) if math.isinf(value) else value
+
+
+def tags_of(event: Event) -> dict[str, str]:
+    """What `start` and `end` say about the whole run, as tags."""
+    if event["event"] == "start":
+        return {f"shardlab.{key}": word(value) for key, value in leaves(event) if key not in ("event", "time")}
+    if event["event"] == "end" and event.get("reason"):
+        return {"shardlab.reason": str(event["reason"])[:LONGEST_PARAM]}
+    return {}
+
+
+def params(config: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """The config's leaves under dotted names, and the names of those too long for a param."""
+    every = {key: word(value) for key, value in leaves(config)}
+    long = [key for key, value in every.items() if len(value) > LONGEST_PARAM]
+    return {key: value for key, value in every.items() if key not in long}, long
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dicts and lists as (dotted name, value); a list's items are numbered: betas.0"""
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = False
+    for key, inner in items:
+        found = True
+        yield from leaves(inner, f"{name}.{key}" if name else str(key))
+    if not found:
+        yield name, value
+
+
+def word(value: Any) -> str:
+    """A leaf as the config's YAML spells it: true, null."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

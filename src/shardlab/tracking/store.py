@@ -1,0 +1,128 @@
+"""Which MLflow store a run goes to, and opening it.
+
+A fresh sqlite store that two processes create at once is broken for good in one of four trials, so opening takes a
+lock beside the database. Everything goes through MlflowClient with explicit ids: MLflow's global "active run"
+belongs to the user's own code. MLflow is imported in here only, because it takes one to nine seconds.
+"""
+
+import contextlib
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from shardlab.config.schema import TrackingConfig
+from shardlab.tracking.provenance import without_credentials
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+DEFAULT_EXPERIMENT = "shardlab"
+
+SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # 7 by default: minutes for a server that is gone
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+"""Environment of MLflow, each unless the user has set it."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where a run is shown. uri: MLflow's, absolute; it may hold a password, `shown` does not."""
+
+    uri: str
+    experiment: str
+
+    @property
+    def shown(self) -> str:
+        """The uri as it may be printed and kept."""
+        return without_credentials(self.uri)
+
+    @property
+    def database(self) -> Path | None:
+        """The file of a sqlite store."""
+        prefix = "sqlite:///"
+        return Path(self.uri[len(prefix) :]) if self.uri.startswith(prefix) else None
+
+    @property
+    def is_file_store(self) -> bool:
+        """Whether it is a folder of files, MLflow's format before databases."""
+        return self.uri.startswith("file:") or ("://" not in self.uri and not self.uri.startswith("databricks"))
+
+
+def store_of(tracking: TrackingConfig) -> Store:
+    """The store that a config names: its own keys, else MLflow's environment variables, else mlflow.db in this folder.
+
+    That default is the database which a bare `mlflow ui` in the same folder opens.
+    """
+    uri = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+    prefix = "sqlite:///"
+    if uri.startswith(prefix):
+        uri = prefix + os.path.abspath(uri[len(prefix) :])
+    elif "://" not in uri and not uri.startswith(("file:", "databricks")):
+        uri = os.path.abspath(uri)
+    return Store(uri, tracking.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT)
+
+
+def with_credentials(store: Store) -> Store:
+    """The same store with the password of MLFLOW_TRACKING_URI, if that names the same one."""
+    named = store_of(TrackingConfig(experiment=store.experiment))
+    return named if named.shown == store.uri else store
+
+
+def open_store(store: Store) -> "tuple[MlflowClient, str]":
+    """A client, and the id of the MLflow experiment, made if it isn't there. Raises whatever MLflow does."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    for chatty in ("mlflow", "alembic", "urllib3"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
+    with _alone(store):
+        client = MlflowClient(tracking_uri=store.uri)
+        found = client.get_experiment_by_name(store.experiment)
+        if found is None:
+            try:
+                return client, str(client.create_experiment(store.experiment, artifact_location=_artifacts(store)))
+            except MlflowException:  # another machine has just made it
+                found = client.get_experiment_by_name(store.experiment)
+                if found is None:
+                    raise
+        return client, str(found.experiment_id)
+
+
+def _alone(store: Store) -> contextlib.AbstractContextManager[object]:
+    """A lock against other processes that open the same database file."""
+    if store.database is None:
+        return contextlib.nullcontext()
+    from filelock import FileLock
+
+    store.database.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(f"{store.database}.lock")
+
+
+def _artifacts(store: Store) -> str | None:
+    """Where a new experiment's files go: mlruns/NAME beside the database; a server decides for itself.
+
+    Named after the experiment: a numbered folder is what MLflow's file store would make.
+    """
+    if store.database is None:
+        return None
+    return (store.database.parent / "mlruns" / f"experiment-{quote(store.experiment, safe='')}").as_uri()
+
+
+def problem(store: Store, error: BaseException) -> str:
+    """Why the store can't be written, in one line, with advice where there is any."""
+    if store.is_file_store and "ALLOW_FILE_STORE" in str(error):
+        return (
+            f"{store.shown} is a file store, which this MLflow does not write unless MLFLOW_ALLOW_FILE_STORE=true; "
+            "tracking.uri=sqlite:///mlflow.db would work"
+        )
+    said = without_credentials(" ".join(str(error).split()))
+    return f"MLflow at {store.shown} failed: {said[:300] or type(error).__name__}"
