@@ -1,8 +1,9 @@
 """The cache of prepared data: made once by one process, whole or not at all.
 
 A folder's name holds a key of everything its content depends on, the code that makes it included, so nothing in it
-is ever out of date. It is built in a folder beside it under a lock and renamed when it is finished: whoever is killed
-half way leaves a folder that nobody takes for data, and the next builder removes it. The lock is the kernel's, so it dies with its holder.
+is ever out of date. It is built in a folder beside it under a lock and renamed when it is finished: whoever is
+killed half way leaves a folder that nobody takes for data, and the next builder removes it. The lock is the
+kernel's, so it dies with its holder.
 """
 
 import hashlib

@@ -13,7 +13,7 @@ from shardlab.data.corpora import Corpus, DatasetConfig, corpus_of, row_length
 from shardlab.data.prepared import Meta, read_meta, steps_in_pass
 from shardlab.data.sources import SourceFile, fetch, find, verify
 
-PATIENCE = 2.0
+PATIENCE = 1.5
 """Seconds that a mirror has to answer while a run waits to start; `shardlab data` waits longer."""
 
 

@@ -145,13 +145,14 @@ def _nowhere(dataset: str, file: SourceFile, failure: str) -> str:
     shared = shared_data()
     looked = shared / file.folder if shared else "not set"
     advice = [
-        f"put it into a folder and set {'dataset.path' if file.in_path else 'SHARDLAB_DATA'} to "
-        f"{'that folder' if file.in_path else f'the folder above {file.folder}/'}",
-        f"run `shardlab data {dataset}` where there is a network",
+        "put it and the dataset's other files into a folder and set dataset.path to that"
+        if file.in_path
+        else f"put it into a folder {file.folder} and set SHARDLAB_DATA to the folder above",
+        f"run `shardlab data {dataset}`, which waits longer for an answer",
     ]
     if file.instead:
         advice.append(file.instead)
     return (
-        f"dataset {dataset}: {file.name} was not found; looked in dataset.path, $SHARDLAB_DATA ({looked}), "
+        f"dataset {dataset}: {file.name} was not found; looked in $SHARDLAB_DATA ({looked}), "
         f"the cache ({file.cached.parent}); download: {failure}; {', or '.join(advice)}"
     )

@@ -4,20 +4,18 @@ No lower-casing and no stripping of accents: the vocabulary is a cased one, and 
 syllables apart (Devlin et al., multilingual models of 2018-11-23, "recommended" cased).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 from tokenizers import BertWordPieceTokenizer
-
-from shardlab.errors import ShardlabError
 
 PAD, UNKNOWN, CLS, SEP = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 TRAINED_PIECES = 8000
 """Entries of a trained vocabulary, special ones included."""
 
-EVERY_CHARACTER = 1 << 20
-"""The trainer's default keeps the 1,000 most frequent characters only, and equals at that cut in no fixed order."""
+OFTEN = 10
+"""Times that a character must stand in the text to become a piece; a word with a rarer one is unknown."""
 
 
 class WordPieces:
@@ -26,8 +24,7 @@ class WordPieces:
     def __init__(self, tokenizer: BertWordPieceTokenizer) -> None:
         self._tokenizer = tokenizer
         self.words = [piece for piece, _ in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])]
-        self.pad_id, self.unknown_id, self.sep_id = (self._number(piece) for piece in (PAD, UNKNOWN, SEP))
-        self._number(CLS)
+        self.pad_id, self.unknown_id, self.sep_id = (self.words.index(piece) for piece in (PAD, UNKNOWN, SEP))
 
     @classmethod
     def read(cls, vocabulary: Path) -> "WordPieces":
@@ -36,14 +33,21 @@ class WordPieces:
 
     @classmethod
     def train(cls, texts: Sequence[str]) -> "WordPieces":
-        """TRAINED_PIECES pieces learned from texts; the same ones every time."""
+        """TRAINED_PIECES pieces learned from texts; the same ones every time.
+
+        The trainer numbers the pieces of one character as it meets them, in another order in every process, and
+        chooses between equally frequent merges by number. Given as special tokens they have their numbers before.
+        """
+        seen = Counter("".join(texts))
+        kept = sorted(character for character, times in seen.items() if times >= OFTEN and not character.isspace())
+        rare = {ord(character): " " for character, times in seen.items() if times < OFTEN}
         tokenizer = BertWordPieceTokenizer(lowercase=False, strip_accents=False)
         tokenizer.train_from_iterator(
-            texts,
+            [text.translate(rare) for text in texts],
             vocab_size=TRAINED_PIECES,
-            limit_alphabet=EVERY_CHARACTER,
+            limit_alphabet=len(kept),
             show_progress=False,
-            special_tokens=[PAD, UNKNOWN, CLS, SEP],
+            special_tokens=[PAD, UNKNOWN, CLS, SEP, *kept, *(f"##{character}" for character in kept)],
         )
         # training leaves the tokenizer without BERT's [CLS] and [SEP] around a text
         return cls(BertWordPieceTokenizer(tokenizer.get_vocab(), lowercase=False, strip_accents=False))
@@ -51,9 +55,3 @@ class WordPieces:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """`[CLS] pieces [SEP]` of every text, uncut."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
-
-    def _number(self, piece: str) -> int:
-        number = self._tokenizer.token_to_id(piece)
-        if number is None:
-            raise ShardlabError(f"the word-piece vocabulary lacks {piece}; expected the vocab.txt of a BERT model")
-        return cast(int, number)
