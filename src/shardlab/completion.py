@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 
 from shardlab.config.overrides import packaged_choices
+from shardlab.errors import ShardlabError
 
 COMMANDS = ("compare", "data", "sync", "train")
 """The subcommands."""
@@ -38,7 +39,10 @@ def complete(shell: str, ask_hydra: Callable[[list[str]], int]) -> int:
         return 0
     overrides, config_dir = _without_flags(words[2:])
     os.environ["COMP_LINE"] = " ".join(["shardlab", *overrides, current])
-    return ask_hydra(["-sc", shell, *(["--config-dir", config_dir] if config_dir else [])])
+    try:
+        return ask_hydra(["-sc", shell, *(["--config-dir", config_dir] if config_dir else [])])
+    except ShardlabError:  # half a line is often wrong; a message would land in the middle of it
+        return 0
 
 
 def _offers(words: list[str], current: str) -> list[str] | tuple[str, ...] | None:

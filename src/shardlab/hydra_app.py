@@ -21,8 +21,8 @@ from omegaconf import DictConfig
 from shardlab import __version__
 from shardlab.completion import complete
 from shardlab.config.complaint import complaint, nearest
-from shardlab.config.compose import COMPOSITION_ERRORS, VERSION_BASE, composing, to_config
-from shardlab.config.overrides import check_overrides, user_folders
+from shardlab.config.compose import COMPOSITION_ERRORS, PACKAGE, VERSION_BASE, composing, to_config
+from shardlab.config.overrides import check_folders, check_overrides
 from shardlab.errors import ShardlabError
 from shardlab.jobs import Jobs, OneJob, SweepJobs, remove_empty
 
@@ -41,14 +41,14 @@ def train(words: list[str]) -> int:
 
     sweep = flags.multirun or any(word.upper() == "HYDRA.MODE=MULTIRUN" for word in flags.overrides)
     parsed = check_overrides(flags.overrides, sweep=sweep)
-    folders = user_folders(flags.config_dir, parsed)
-    compose: dict[str, Any] = {"config_name": flags.config_name or "config", "folders": folders}
+    check_folders(flags.config_dir, parsed)
+    compose: dict[str, Any] = {"config_name": flags.config_name or "config", "config_dir": flags.config_dir}
     if sweep and not flags.help:
-        return _sweep(flags.overrides, rest, parsed, compose)
+        return _sweep(words, flags.overrides, rest, parsed, compose)
     if flags.cfg in ("job", "all"):
         with composing(flags.overrides, **compose) as cfg:
             to_config(cfg)  # Hydra would show a key that doesn't exist without a word
-    return _call([*flags.overrides, *rest], OneJob())
+    return _call([*flags.overrides, *rest], OneJob(), words)
 
 
 def read_words(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -89,31 +89,45 @@ def read_words(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, rest
 
 
-def _sweep(overrides: list[str], rest: list[str], parsed: list[Override], compose: dict[str, Any]) -> int:
+def _sweep(
+    words: list[str], overrides: list[str], rest: list[str], parsed: list[Override], compose: dict[str, Any]
+) -> int:
     """Run each combination. The folder is fixed beforehand, so that a sweep that cannot be composed leaves none."""
+    from shardlab.launch.sweep import Sweep
+
     with composing(overrides, sweep=True, **compose) as cfg:
         folder = Path(cfg.hydra.sweep.dir)
-        ranks = cfg.ranks
-    varied = [override for override in parsed if override.is_sweep_override()]
+        ranks = int(cfg.ranks)
     for override in parsed:
         if override.key_or_group == "ranks" and override.is_discrete_sweep():
-            ranks = max(int(value) for value in override.sweep_iterator() if isinstance(value, int | float))
-    jobs = SweepJobs(folder, [override.key_or_group for override in varied], ranks)
+            ranks = max((int(value) for value in override.sweep_iterator() if isinstance(value, int)), default=1)
+    varied = [override.key_or_group for override in parsed if override.is_sweep_override()]
+    parent = Sweep(folder, ["shardlab", "train", *words])
+    jobs = SweepJobs(folder, varied, ranks, parent)
     quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
-    existed = folder.exists()
+    existed, interrupted = folder.exists(), True
     try:
-        return _call([*overrides, f"hydra.sweep.dir='{quoted}'", *rest], jobs)
+        status = _call([*overrides, f"hydra.sweep.dir='{quoted}'", *rest], jobs, words)
+        interrupted = False
+        return status
+    except Exception:
+        interrupted = False
+        raise
     finally:
-        if not existed and all(row.status == "refused" for row in jobs.rows):
+        refused = [row for row in jobs.rows if row.status == "refused"]
+        if len(refused) < len(jobs.rows) or interrupted:
+            parent.finish(interrupted=interrupted, refused=len(refused))
+        elif not existed:
             (folder / "multirun.yaml").unlink(missing_ok=True)
             remove_empty(folder)
 
 
-def _call(argv: list[str], jobs: Jobs) -> int:
-    """Call Hydra's application with these words. jobs: what it is to run."""
+def _call(argv: list[str], jobs: Jobs, words: list[str] | None = None) -> int:
+    """Call Hydra's application with argv. jobs: what it is to run; words: what the user wrote, for their records."""
 
-    @hydra.main(config_path="pkg://shardlab.conf", config_name="config", version_base=VERSION_BASE)
+    @hydra.main(config_path=f"pkg://{PACKAGE}", config_name="config", version_base=VERSION_BASE)
     def application(cfg: DictConfig) -> float | None:
+        sys.argv = ["shardlab", "train", *(words or [])]
         return jobs.run(cfg)
 
     with _process_state(argv):
@@ -123,7 +137,7 @@ def _call(argv: list[str], jobs: Jobs) -> int:
             if jobs.started or isinstance(error, BrokenPipeError):
                 raise
             raise ShardlabError(complaint(error)) from None
-        except SystemExit as end:
+        except SystemExit as end:  # Hydra leaves so after --help
             if end.code not in (0, None):
                 raise
     return jobs.status()

@@ -86,10 +86,10 @@ class Row:
 class SweepJobs(Jobs):
     """The jobs of a sweep, one after the other.
 
-    folder: the sweep's; varied: the keys that take several values; ranks: the most that any job uses
+    folder: the sweep's; varied: the keys that take several values; ranks: the most that any job uses; parent: its books
     """
 
-    def __init__(self, folder: Path, varied: list[str], ranks: int, parent: "Sweep | None" = None) -> None:
+    def __init__(self, folder: Path, varied: list[str], ranks: int, parent: "Sweep") -> None:
         super().__init__()
         self.folder, self.varied, self.ranks, self.parent = folder, varied, ranks, parent
         self.rows: list[Row] = []
@@ -109,15 +109,15 @@ class SweepJobs(Jobs):
             record = _train(composed, sweep=self.parent, largest_ranks=self.ranks)
         except Exception as error:
             remove_empty(folder)
-            self._keep(number, what, error)
+            self._keep(number, what, error, begun=folder.exists())
             return None
         self.rows.append(Row(number, what, "finished"))
         return best_loss(record)
 
-    def _keep(self, number: int, what: str, error: Exception) -> None:
-        """Say at once what went wrong, and keep it for the table."""
+    def _keep(self, number: int, what: str, error: Exception, begun: bool) -> None:
+        """Say at once what went wrong, and keep it for the table. begun: there is a run that failed with it."""
         if isinstance(error, ShardlabError):
-            status, reason = "refused", str(error)
+            status, reason = "failed" if begun else "refused", str(error)
         elif _is_failed_run(error):
             status, reason = "failed", str(error)
         else:  # a bug: its traceback is wanted, but the other jobs are not to blame

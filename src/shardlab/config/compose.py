@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hydra import initialize_config_module
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from hydra.version import VersionBase
+from hydra.version import VersionBase, setbase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -26,6 +28,9 @@ from shardlab.config.complaint import complaint, nearest
 from shardlab.config.overrides import GROUPS, check_overrides
 from shardlab.config.schema import CHOSEN, Config
 from shardlab.errors import ShardlabError
+
+PACKAGE = "shardlab.conf"
+"""Where the packaged YAML is, as a module."""
 
 VERSION_BASE = "1.3"
 """The behaviour of Hydra that the package is written for."""
@@ -71,26 +76,27 @@ def compose(overrides: list[str]) -> Composed:
 
 @contextmanager
 def composing(
-    overrides: list[str], *, config_name: str = "config", folders: list[Path] | None = None, sweep: bool = False
+    overrides: list[str], *, config_name: str = "config", config_dir: str | None = None, sweep: bool = False
 ) -> Iterator[DictConfig]:
     """The whole composed config, Hydra's node included. Hydra's global state is borrowed meanwhile and given back,
     so that this works inside another Hydra application and in a notebook.
 
-    folders: the user's folders of choices. sweep: compose the parent of a sweep, whose overrides may hold several
+    config_dir: the user's folder of choices. sweep: compose the parent of a sweep, whose overrides may hold several
     values. Raises ShardlabError.
     """
-    if folders:
-        listed = ",".join("'file://" + str(folder.resolve()).replace("'", r"\'") + "'" for folder in folders)
-        overrides = [f"hydra.searchpath=[{listed}]", *overrides]
-    borrowed: list[Any] = [HydraConfig.instance(), VersionBase.instance(), JobRuntime.instance()]
+    search_path = create_config_search_path(f"pkg://{PACKAGE}")
+    if config_dir is not None:
+        folder = f"file://{Path(config_dir).absolute()}"
+        search_path.prepend(provider="command-line", path=folder, anchor=SearchPathQuery(provider="schema"))
+    borrowed = [GlobalHydra.instance(), HydraConfig.instance(), VersionBase.instance(), JobRuntime.instance()]
     saved = [dict(vars(state)) for state in borrowed]
     try:
-        with initialize_config_module("shardlab.conf", job_name="shardlab", version_base=VERSION_BASE):
-            hydra = GlobalHydra.instance().hydra
-            assert hydra is not None
-            cfg = hydra.compose_config(config_name, overrides, RunMode.MULTIRUN if sweep else RunMode.RUN)
-            HydraConfig.instance().set_config(cfg)
-            yield cfg
+        GlobalHydra.instance().clear()
+        setbase(VERSION_BASE)
+        hydra = Hydra.create_main_hydra2("shardlab", search_path)
+        cfg = hydra.compose_config(config_name, overrides, RunMode.MULTIRUN if sweep else RunMode.RUN)
+        HydraConfig.instance().set_config(cfg)
+        yield cfg
     except COMPOSITION_ERRORS as error:
         raise ShardlabError(complaint(error)) from None
     finally:
@@ -120,8 +126,9 @@ def to_config(cfg: DictConfig | Mapping[str, Any]) -> Config:
     """
     try:
         node = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(dict(cfg))
-        given = OmegaConf.masked_copy(node, [str(key) for key in node if key != "hydra"])
-        plain = cast(dict[str, Any], OmegaConf.to_container(given, resolve=True, enum_to_str=True))
+        if "hydra" in node:  # a copy only where it must be: it forgets what ${now:} gave
+            node = OmegaConf.masked_copy(node, [str(key) for key in node if key != "hydra"])
+        plain = cast(dict[str, Any], OmegaConf.to_container(node, resolve=True, enum_to_str=True))
         schema = OmegaConf.structured(Config)
         for group, classes in CHOSEN.items():
             schema[group] = OmegaConf.structured(_chosen(group, classes, plain.get(group)))

@@ -113,15 +113,13 @@ def check_folder(folder: Path) -> None:
             raise ShardlabError(f"{file} is not UTF-8 text (byte {error.start})") from None
 
 
-def user_folders(config_dir: str | None, parsed: list[Override]) -> list[Path]:
-    """The user's folders of configs: --config-dir and the file:// entries of hydra.searchpath. Raises ShardlabError."""
-    folders = [Path(config_dir)] if config_dir is not None else []
+def check_folders(config_dir: str | None, parsed: list[Override]) -> None:
+    """`check_folder` for --config-dir and for the file:// entries of hydra.searchpath. Raises ShardlabError."""
+    folders = [config_dir] if config_dir is not None else []
     for override in parsed:
         if override.key_or_group == "hydra.searchpath":
             value = override.value()
-            for entry in value if isinstance(value, list) else []:
-                if not str(entry).startswith("pkg://"):
-                    folders.append(Path(str(entry).removeprefix("file://")))
+            entries = [str(entry) for entry in value] if isinstance(value, list) else []
+            folders += [entry.removeprefix("file://") for entry in entries if not entry.startswith("pkg://")]
     for folder in folders:
-        check_folder(folder)
-    return folders
+        check_folder(Path(folder))

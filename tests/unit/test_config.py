@@ -1,0 +1,180 @@
+"""A config composes to one typed thing, reads back from its own YAML, and leaves Hydra as it was found."""
+
+import os
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from shardlab.config.check import check, settle
+from shardlab.config.compose import compose, config_yaml, to_config
+from shardlab.config.optimizers import optimizers
+from shardlab.config.overrides import GROUPS, packaged_choices
+from shardlab.config.schema import CosineConfig, Device, Norm, NsmcConfig, Precision, PydocConfig
+from shardlab.errors import ShardlabError
+
+SIZES = [
+    # model       layers  d_model  d_ff  heads
+    ("tiny",      4,      64,      128,  4),
+    ("small",     8,      256,     1024, 4),
+    ("base",      12,     768,     3072, 12),
+    ("tutorial",  12,     4096,    4096, 16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "layers", "d_model", "d_ff", "heads"), SIZES)
+def test_sizes_are_the_documented_ones(name, layers, d_model, d_ff, heads):
+    model = compose([f"model={name}"]).config.model
+    assert (model.name, model.n_layers, model.d_model, model.d_ff, model.n_heads) == (
+        name,
+        layers,
+        d_model,
+        d_ff,
+        heads,
+    )
+
+
+@pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in packaged_choices(group)])
+def test_every_packaged_choice_passes_the_checks(choice):
+    check(compose([choice, "ranks=1"]).config)
+
+
+@pytest.mark.parametrize("name", packaged_choices("experiment"))
+def test_every_experiment_passes_the_checks(name):
+    composed = compose([f"experiment={name}"])
+    check(composed.config)
+    assert composed.choices["experiment"] == name
+
+
+def test_the_classic_setting_is_the_documented_one():
+    config = compose(["experiment=tutorial_small"]).config
+    model, trainer = config.model, config.trainer
+    assert (model.n_layers, model.d_model, model.d_ff, model.n_heads, model.dropout) == (2, 200, 200, 2, 0.2)
+    assert model.norm is Norm.post
+    assert (config.dataset.name, config.dataset.seq_len) == ("wikitext2", 35)
+    assert (trainer.global_batch, trainer.clip, trainer.epochs) == (20, 0.5, 3)
+    assert (config.optimizer.name, config.optimizer.lr) == ("SGD", 5.0)
+    assert (config.scheduler.name, config.scheduler.gamma, config.scheduler.every_epochs) == ("step", 0.95, 1)
+
+
+def test_an_override_wins_over_the_experiment_and_the_experiment_over_the_defaults():
+    assert compose(["experiment=demo"]).config.trainer.micro_batches == 2
+    assert compose(["experiment=demo", "trainer.micro_batches=4"]).config.trainer.micro_batches == 4
+    assert compose(["experiment=demo", "model=small"]).choices["model"] == "small"
+
+
+def test_config_is_typed_all_the_way_down():
+    config = compose(["dataset=nsmc", "scheduler=cosine", "precision=fp64"]).config
+    assert isinstance(config.dataset, NsmcConfig)
+    assert isinstance(config.scheduler, CosineConfig)
+    assert config.precision.name is Precision.fp64
+    assert isinstance(compose([]).config.dataset, PydocConfig)
+
+
+def test_yaml_reads_back_to_the_same_config():
+    composed, _ = settle(
+        compose(["dataset=nsmc", "optimizer=sgd", "optimizer.kwargs.momentum=0.9", "trainer.clip=1e-3"])
+    )
+    read = to_config(OmegaConf.create(composed.yaml))
+    assert read == composed.config
+    assert config_yaml(read) == composed.yaml
+    assert "${" not in composed.yaml
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"trainer": {"stepz": 3}}, "did you mean 'trainer.steps'?"),
+        ({"model": {"n_layers": "two"}}, "model.n_layers must be a whole number"),
+        ({"_target_": "os.system"}, "unknown key '_target_'"),
+        ({"dataset": {"_target_": "os.system"}}, "unknown key 'dataset._target_'"),
+    ],
+)
+def test_a_config_from_elsewhere_gets_past_nothing(change, said):
+    logged = OmegaConf.merge(OmegaConf.create(compose([]).yaml), change)
+    with pytest.raises(ShardlabError, match=r"^[^\n]*$") as refused:
+        to_config(logged)
+    assert said in str(refused.value)
+
+
+SETTLED = [
+    # overrides                                 ranks  note
+    (["strategy=single"],                       1,     False),  # the default of ranks was nobody's wish
+    (["strategy=single", "ranks=4"],            1,     True),
+    (["strategy=single", "ranks=1"],            1,     False),
+    (["strategy=ddp"],                          2,     False),
+    (["strategy=ddp", "ranks=1"],               1,     False),
+    (["strategy=ddp", "ranks=3"],               3,     False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "ranks", "note"), SETTLED)
+def test_ranks_are_those_of_the_mesh(overrides, ranks, note):
+    composed, notes = settle(compose(overrides))
+    assert composed.config.ranks == ranks
+    assert bool(notes) == note
+    assert settle(composed)[0] == composed, "settling twice changes nothing"
+
+
+DEVICES = [
+    # asked   GPUs  largest  taken  note
+    ("auto",  0,    2,       "cpu",  False),
+    ("auto",  1,    2,       "cpu",  True),
+    ("auto",  2,    2,       "cuda", False),
+    ("auto",  2,    4,       "cpu",  True),  # another job of the sweep needs four
+    ("cpu",   2,    2,       "cpu",  False),
+    ("cuda",  2,    2,       "cuda", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "gpus", "largest", "taken", "note"), DEVICES)
+def test_auto_takes_gpus_only_if_every_job_fits(asked, gpus, largest, taken, note, monkeypatch):
+    monkeypatch.setattr("shardlab.config.check.visible_gpus", lambda: gpus)
+    composed, notes = settle(compose(["strategy=ddp", "ranks=2", f"runtime.device={asked}"]), largest_ranks=largest)
+    assert composed.config.runtime.device is Device(taken)
+    assert bool(notes) == note
+
+
+@pytest.mark.parametrize(("ranks", "cores", "threads"), [(1, 8, 8), (2, 8, 4), (3, 8, 2), (4, 2, 1)])
+def test_threads_share_the_cores_evenly(ranks, cores, threads, monkeypatch):
+    monkeypatch.setattr("shardlab.config.check.available_cores", lambda: cores)
+    assert check(compose(["strategy=ddp", f"ranks={ranks}"]).config).runtime.threads == threads
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "NAdam", "Adafactor"])
+@pytest.mark.parametrize("preset", ["sgd", "adam", "adamw"])
+def test_any_optimizer_works_from_any_preset(name, preset):
+    check(compose([f"optimizer={preset}", f"optimizer.name={name}", "optimizer.lr=0.01"]).config)
+
+
+def test_optimizers_read_from_source_are_those_of_torch():
+    """The source is parsed because importing torch takes seconds; this guards the reading against the real thing."""
+    import inspect
+
+    import torch
+
+    real = {
+        name: [key for key in inspect.signature(kind.__init__).parameters if key not in ("self", "params", "lr")]
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    assert {name: list(arguments) for name, arguments in optimizers().items()} == real
+
+
+def test_composing_leaves_another_hydra_application_alone():
+    with compose_elsewhere():
+        before = (GlobalHydra.instance().hydra, HydraConfig.instance().cfg, os.environ.get("HYDRA_FULL_ERROR"))
+        compose(["model=small"])
+        with pytest.raises(ShardlabError):
+            compose(["model=smal"])
+        assert HydraConfig.instance().cfg is before[1]
+        assert GlobalHydra.instance().is_initialized()
+        assert os.environ.get("HYDRA_FULL_ERROR") == before[2]
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def compose_elsewhere():  # another application, as far as Hydra knows
+    from hydra import initialize_config_module
+
+    return initialize_config_module("shardlab.conf", version_base="1.2")
