@@ -76,6 +76,8 @@ class Progress:
                 self._bar.set_postfix_str(f"loss {event['loss']:.4g}, {self._rate()}", refresh=False)
                 self._bar.update(event["step"] - self._bar.n)
         elif event["event"] == "eval":
+            if self._pending and self._bar is None:
+                self._say(self._pending)
             self._write(f"{self._name}: step {event['step']}, {event['split']} {shown(event)}")
 
     def _rate(self) -> str:

@@ -54,12 +54,7 @@ class RanksFailed(Exception):  # noqa: N818 - it says what happened
 
     def __init__(self, rank: int, reason: str, text: str, user_error: str | None = None) -> None:
         super().__init__(rank, reason, text, user_error)
-        self.rank, self.reason, self.text, self.user_error = (
-            rank,
-            reason,
-            text,
-            user_error,
-        )
+        self.rank, self.reason, self.text, self.user_error = (rank, reason, text, user_error)
 
     def __str__(self) -> str:
         return self.reason
@@ -94,17 +89,9 @@ def run_ranks(
 
     Raises RanksFailed with the first cause; KeyboardInterrupt or SystemExit(128 + signal) if a signal came.
     """
-    orders = Orders(
-        _reference(function),
-        pickle.dumps(arguments),
-        {**os.environ, **(environment or {})},
-        log_dir,
-    )
+    orders = Orders(_reference(function), pickle.dumps(arguments), {**os.environ, **(environment or {})}, log_dir)
     crew = _Crew()
-    with (
-        Signals() as signals,
-        tempfile.TemporaryDirectory(prefix="shardlab-", ignore_cleanup_errors=True) as meeting,
-    ):
+    with Signals() as signals, tempfile.TemporaryDirectory(prefix="shardlab-", ignore_cleanup_errors=True) as meeting:
         try:
             _wake_server(signals)
             with _without_main():
@@ -132,12 +119,9 @@ def _wake_server(signals: Signals) -> None:
     It is a process that does nothing that is waited for, so that a signal leaves nothing half started; starting the
     real ranks then takes milliseconds each.
     """
-    if multiprocessing.get_start_method(allow_none=True) not in (
-        None,
-        *multiprocessing.get_all_start_methods(),
-    ):
+    if multiprocessing.get_start_method(allow_none=True) not in (None, *multiprocessing.get_all_start_methods()):
         multiprocessing.set_start_method("forkserver", force=True)  # in a worker of joblib it is one of joblib's own
-    for preload in (PRELOAD, []):
+    for attempt, preload in enumerate((PRELOAD, PRELOAD, [])):
         multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
         resource_tracker.ensure_running()  # by itself it would unblock SIGINT below
         # Blocked signals are inherited: Ctrl-C then can't hit the server, nor a rank before it can ignore it.
@@ -152,12 +136,11 @@ def _wake_server(signals: Signals) -> None:
                 first.start()
                 first.join()
             return
-        except (
-            EOFError,
-            OSError,
-        ):  # the server died of an import; without preloading, the rank will report it
-            if not preload:
+        except (EOFError, OSError):
+            # The server has been killed, or dies of an import: then the rank, without preloading, will report that.
+            if attempt == 2:
                 raise
+            time.sleep(0.2)  # a process that is just dying still counts as running
 
 
 @contextlib.contextmanager
@@ -174,12 +157,7 @@ def _without_main() -> Iterator[None]:
 
 def _start(crew: _Crew, place: Place, orders: Orders) -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = ForkServerProcess(
-        target=live,
-        args=(place, orders, sender),
-        name=f"rank {place.rank}",
-        daemon=True,
-    )
+    process = ForkServerProcess(target=live, args=(place, orders, sender), name=f"rank {place.rank}", daemon=True)
     try:
         process.start()
     finally:
@@ -198,10 +176,7 @@ def _watch(crew: _Crew, signals: Signals, poll: Callable[[], None]) -> None:
             poll()
             next_poll = now + POLL_SECONDS
         sentinels = [crew.processes[rank].sentinel for rank in alive]
-        wait(
-            [*sentinels, *crew.pipes.values(), *signals.wakes],
-            max(0.0, min(next_poll, deadline) - time.monotonic()),
-        )
+        wait([*sentinels, *crew.pipes.values(), *signals.wakes], max(0.0, min(next_poll, deadline) - time.monotonic()))
         signals.check()
         for rank in list(crew.pipes):
             _listen(crew, rank)
@@ -213,10 +188,7 @@ def _watch(crew: _Crew, signals: Signals, poll: Callable[[], None]) -> None:
         ends: list[Failure | Death] = [*crew.failures.values(), *crew.deaths.values()]
         if ends:
             echoes_only = all(end.echo for end in ends)
-            deadline = min(
-                deadline,
-                time.monotonic() + (GRACE_SECONDS if echoes_only else SETTLE_SECONDS),
-            )
+            deadline = min(deadline, time.monotonic() + (GRACE_SECONDS if echoes_only else SETTLE_SECONDS))
     if deadline < float("inf"):
         signals.check()  # a signal to the whole group may have ended the ranks before it woke us
 

@@ -51,7 +51,7 @@ def _break_then_meet(place: Place) -> None:
 
 
 def _raise_unprintable(place: Place) -> None:
-    class Mute(Exception):
+    class Mute(Exception):  # noqa: N818
         def __str__(self) -> str:
             raise TypeError
 
@@ -132,3 +132,35 @@ def speak(place: Place) -> None:
     os.write(1, b"from native code\n")
     print("from stderr", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def record(place: Place, config: object, run_dir: Path, data_dir: Path) -> None:
+    """Stand for train_rank: a few steps into the record, and the fault that the model's name asks for at step 3."""
+    from shardlab.config.schema import Config
+    from shardlab.tracking.record import EventLog
+
+    assert isinstance(config, Config)
+    log = EventLog(run_dir / ("events.jsonl" if place.rank == 0 else f"rank-{place.rank}.jsonl"))
+    if place.rank == 0:
+        log.write("start", total_steps=4, parameters=9, ranks=place.ranks)
+    for step in range(1, 5):
+        if step == 3 and place.rank == place.ranks - 1:
+            FAULTS[config.model.name](place)
+        if place.rank == 0:
+            log.write("step", step=step, epoch=0, loss=1 / step, grad_norm=0.1, lr=0.5, tokens=10, seconds=0.01)
+    if place.rank == 0:
+        log.write("eval", split="val", step=4, loss=0.3, perplexity=1.3)
+        log.write("best", step=4, loss=0.3)
+    log.write("rank", rank=place.rank, peak_memory=100 + place.rank, device="cpu")
+
+
+def tear(place: Place, config: object, run_dir: Path, data_dir: Path) -> None:
+    """Rank 0 is killed in the middle of a line of the record."""
+    from shardlab.tracking.record import EventLog
+
+    if place.rank == 0:
+        EventLog(run_dir / "events.jsonl").write("step", step=1, loss=1.0, tokens=1, seconds=1.0)
+        with (run_dir / "events.jsonl").open("a") as file:
+            file.write('{"event": "torn')
+        _kill(place)
+    time.sleep(600)

@@ -1,4 +1,4 @@
-"""Nothing is left running, whatever ends the launcher. Real processes: a rank that is busy, and one that waits for it."""
+"""Nothing is left running, whatever ends the launcher: a rank that is busy, and one that waits for it."""
 
 import os
 import signal
@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import Launcher, wait_until
+from launch_processes import Launcher, wait_until
 
 CODE = """
 import sys
 from pathlib import Path
 from shardlab.launch.ranks import run_ranks
-run_ranks("faults:work", (sys.argv[1], 1, Path.cwd()), 2, log_dir=Path.cwd())
+run_ranks("launch_faults:work", (sys.argv[1], 1, Path.cwd()), 2, log_dir=Path.cwd())
 """
 
 CASES = [

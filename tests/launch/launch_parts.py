@@ -1,0 +1,26 @@
+"""Stand-ins for the parts of a run that these tests don't need: the data, and the training."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardlab.config.compose import Composed, compose
+from shardlab.config.schema import Task
+from shardlab.data.prepared import Meta
+
+FINGERPRINT = "0123456789abcdef"
+
+
+def stand_in(module: Any) -> None:
+    """Have shardlab.launch.run start ranks that write a small record and meet a fault, on data that are there."""
+    data = Path("data").absolute()
+    data.mkdir(exist_ok=True)
+    Meta("pydoc", Task.language_model, 5, 0, {"train": 9}, fingerprint=FINGERPRINT).write(data)
+    module.TRAIN_RANK = "launch_faults:record"
+    module.prepare = lambda config: data
+
+
+def composed(fault: str = "none", *overrides: str) -> Composed:
+    """A run in the folder `run` on two ranks, whose last meets a fault."""
+    made = compose(["strategy=ddp", "run_dir=run", "tracking=none", *overrides])
+    return replace(made, config=replace(made.config, model=replace(made.config.model, name=fault)))

@@ -1,0 +1,181 @@
+"""What MLflow shows of a run, and that a store which is away costs nothing.
+
+One sqlite store serves all of them: making one is slow.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_parts import FINGERPRINT, composed, stand_in
+from launch_processes import Launcher
+
+from shardlab.errors import ShardlabError
+from shardlab.launch import run as run_module
+from shardlab.launch.run import RunFailed, run
+from shardlab.launch.sweep import Sweep
+from shardlab.tracking.mlflow_sink import sync
+from shardlab.tracking.record import EventLog
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRAIN_RANK", "prepare"):
+        monkeypatch.setattr(run_module, name, getattr(run_module, name))
+    stand_in(run_module)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A sqlite store, first made by two processes at the same time: each by itself, that breaks it."""
+    folder = tmp_path_factory.mktemp("store")
+    code = "from shardlab.tracking.store import *; print('made', open_store(Store('sqlite:///%s/mlflow.db', 'e'))[1])"
+    both = []
+    for name in "ab":
+        (folder / name).mkdir()
+        both.append(Launcher(code % folder, folder / name))
+    assert [launcher.end(seconds=90) for launcher in both] == [0, 0], [launcher.output for launcher in both]
+    assert [launcher.output for launcher in both] == ["made 1\n", "made 1\n"]  # none of MLflow's chatter either
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+def shown(store: str, experiment: str = "e") -> dict[str, Any]:
+    """The runs of an MLflow experiment, by name."""
+    client, number = client_of(store, experiment)
+    return {run.info.run_name: run for run in client.search_runs([number])}
+
+
+def client_of(store: str, experiment: str = "e") -> tuple[Any, str]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(store)
+    found = client.get_experiment_by_name(experiment)
+    assert found is not None
+    return client, found.experiment_id
+
+
+def tracked(store: str, name: str) -> list[str]:
+    return ["tracking=mlflow", f"tracking.uri={store}", "tracking.experiment=e", f"tracking.run_name={name}"]
+
+
+def test_a_finished_run_is_shown_whole_and_shipping_again_adds_nothing(
+    store: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    record = run(composed("none", *tracked(store, "whole")))
+    said = capfd.readouterr()
+    assert f"mlflow ui --backend-store-uri {store}" in said.out
+    assert not [line for line in said.err.splitlines() if not line.startswith("whole: ")]  # nothing of MLflow's own
+
+    log = EventLog(record.folder / "events.jsonl")
+    log.write("eval", split="test", step=4, loss=math.nan, perplexity=math.inf)  # shipped late, as after a crash
+    log.close()
+    client, _ = client_of(store)
+    counts = []
+    for _ in range(2):
+        sync(Path("run"))
+        found = shown(store)["whole"]
+        histories = {key: client.get_metric_history(found.info.run_id, key) for key in found.data.metrics}
+        counts.append({key: len(points) for key, points in histories.items()})
+    assert counts[0] == counts[1]
+    assert counts[0]["train/loss"] == 4
+    assert counts[0]["test/loss"] == counts[0]["test/perplexity"] == 1
+
+    assert [(point.step, point.value) for point in histories["train/loss"]] == list(enumerate(record.losses, 1))
+    assert math.isnan(found.data.metrics["test/loss"])
+    assert found.data.metrics["val/perplexity"] == 1.3
+    assert found.data.metrics["perf/peak_memory_rank1"] == 101
+    assert found.data.metrics["perf/tokens_per_s"] == 1000
+    assert found.info.status == "FINISHED"
+    assert found.data.params["trainer.global_batch"] == "20"
+    assert found.data.params["strategy.replicate"] == "2"
+    assert found.data.tags["shardlab.id"] == record.id
+    assert found.data.tags["shardlab.parameters"] == "9"
+    assert found.data.tags["mlflow.user"]
+    assert found.data.tags["mlflow.source.name"]
+    [data] = found.inputs.dataset_inputs
+    assert (data.dataset.name, data.dataset.digest) == ("pydoc", FINGERPRINT)
+    files = {file.path for file in client.list_artifacts(found.info.run_id)}
+    assert files == {"config.yaml", "provenance.json", "events.jsonl", "rank-1.jsonl"}
+
+
+def test_a_failed_run_is_shown_as_failed_with_its_logs(store: str) -> None:
+    with pytest.raises(RunFailed):
+        run(composed("kill", *tracked(store, "bad")))
+    found = shown(store)["bad"]
+    assert found.info.status == "FAILED"
+    assert found.data.tags["shardlab.reason"] == "rank 1 was killed by SIGKILL (out of memory?)"
+    client, _ = client_of(store)
+    assert "rank-1.log" in {file.path for file in client.list_artifacts(found.info.run_id)}
+
+
+def test_a_sweep_is_a_parent_over_its_jobs_with_their_summary(store: str) -> None:
+    sweep = Sweep(Path("sweeps/a"), ["shardlab", "train", "-m", "seed=1,2"])
+    run(composed("none", *tracked(store, "job0"), "run_dir=sweeps/a/0"), sweep=sweep)
+    with pytest.raises(RunFailed):
+        run(composed("leave", *tracked(store, "job1"), "run_dir=sweeps/a/1"), sweep=sweep)
+    assert sweep.finish(refused=1) == "FAILED"
+    runs = shown(store)
+    parent = runs["sweep a"]
+    assert parent.info.status == "FAILED"
+    assert {runs[job].data.tags["mlflow.parentRunId"] for job in ("job0", "job1")} == {parent.info.run_id}
+    assert parent.data.metrics == {
+        "sweep/jobs_finished": 1,
+        "sweep/jobs_failed": 1,
+        "sweep/jobs_refused": 1,
+        "sweep/best_val_loss": 0.3,
+    }
+
+
+def test_a_dead_server_costs_one_warning_and_sync_ships_all_later(
+    store: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    dead = "http://me:secret@127.0.0.1:9"
+    sweep = Sweep(Path("sweeps/b"), ["shardlab"])
+    record = run(composed("none", *tracked(dead, "later"), "run_dir=sweeps/b/0"), sweep=sweep)
+    assert sweep.finish() == "FINISHED"
+    said = capfd.readouterr()
+    [warning] = [line for line in said.err.splitlines() if not line.startswith("later: ")]
+    assert warning.startswith("warning: MLflow at http://127.0.0.1:9 failed: ")
+    assert warning.endswith("the run record is whole, to ship it later: shardlab sync sweeps/b/0")
+    assert "secret" not in said.err + said.out
+    assert len(record.steps) == 4
+
+    with pytest.raises(ShardlabError, match=r"MLflow at http://127.0.0.1:9 failed"):
+        sync(record.folder)
+    # The server comes back: here, by way of the config's uri.
+    for path in (record.folder / "config.yaml",):
+        path.write_text(path.read_text().replace("http://127.0.0.1:9", store))
+    assert sync(record.folder) > 0
+    runs = shown(store)
+    assert runs["later"].info.status == runs["sweep b"].info.status == "FINISHED"
+    assert runs["later"].data.tags["mlflow.parentRunId"] == runs["sweep b"].info.run_id
+    assert runs["sweep b"].data.metrics["sweep/best_val_loss"] == 0.3
+
+
+def test_a_file_store_is_explained(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    record = run(composed("none", *tracked("./mlruns", "files")))
+    assert record.status == "FINISHED"
+    assert "tracking.uri=sqlite:///mlflow.db would work; the run record is whole" in capfd.readouterr().err
+
+
+def test_a_run_without_tracking_can_be_shipped_later(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = run(composed("none", "tracking.run_name=quiet"))
+    assert not (record.folder / "mlflow.json").exists()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "e")
+    sync(record.folder)
+    link = json.loads((record.folder / "mlflow.json").read_text())
+    assert (link["uri"], link["run_id"]) == (store, shown(store)["quiet"].info.run_id)
+
+
+def test_a_bare_mlflow_opens_our_database_and_not_mlruns(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking._tracking_service import utils
+
+    folder = Path(store.removeprefix("sqlite:///")).parent
+    assert (folder / "mlruns").is_dir()
+    monkeypatch.chdir(folder)
+    assert utils._get_default_tracking_uri() == "sqlite:///mlflow.db"
