@@ -1,0 +1,40 @@
+"""The same code on CUDA with nccl. Skipped, with the reason, where there are too few GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from trained import difference, identical, train
+
+GPUS = torch.cuda.device_count()
+ONE_GPU = pytest.mark.skipif(GPUS < 1, reason="no GPU here")
+TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, {GPUS} here")
+
+BASE = ["model=tiny", "model.dropout=0.2", "trainer.steps=20", "trainer.eval_batches=2", "trainer.clip=0.1"]
+BASE += ["trainer.global_batch=13", "trainer.micro_batch=4", "optimizer=sgd", "optimizer.lr=0.5"]
+TASKS = [["dataset=pydoc"], ["dataset=synthetic", "dataset.task=classifier"]]
+
+
+@ONE_GPU
+@pytest.mark.parametrize("task", TASKS)
+def test_cuda_trains_the_same_run_as_cpu(task, tmp_path):
+    overrides = [*BASE, *task, "precision=fp64"]
+    cpu = train(tmp_path / "cpu", [*overrides, "runtime.device=cpu"])
+    cuda = train(tmp_path / "cuda", [*overrides, "runtime.device=cuda"])
+    assert difference(cpu, cuda) < 1e-9
+
+
+@ONE_GPU
+@pytest.mark.parametrize("task", TASKS)
+def test_same_config_twice_is_bit_identical_on_cuda(task, tmp_path):
+    overrides = [*BASE, *task, "runtime.device=cuda"]
+    assert identical(train(tmp_path / "first", overrides), train(tmp_path / "second", overrides))
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("task", TASKS)
+def test_ranks_on_gpus_train_the_same_run(task, tmp_path):
+    overrides = [*BASE, *task, "precision=fp64", "runtime.device=cuda"]
+    one = train(tmp_path / "single", overrides)
+    two = train(tmp_path / "ddp", [*overrides, "strategy=ddp", "ranks=2"])
+    assert difference(one, two) < 1e-9
