@@ -128,7 +128,8 @@ def test_rows_are_pieces_between_cls_and_sep_and_empty_ones_stay(tmp_path: Path)
 
 def test_a_trained_vocabulary_is_the_same_every_time_and_knows_every_frequent_character() -> None:
     texts = [f"{chr(0xAC00 + i % 150)}{chr(0xAC00 + 3 * i % 150)} 영화 {i % 7}" for i in range(1500)]
-    one, two = WordPieces.train([*texts, "뷁"]), WordPieces.train([*texts, "뷁"])
+    rare = ["뷁", *(f"영{chr(0xB000 + i)}" for i in range(200))]
+    one, two = WordPieces.train([*texts, *rare]), WordPieces.train([*texts, *rare])
     assert one.words == two.words
     assert one.words[:4] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     encoded = one.encode(texts)

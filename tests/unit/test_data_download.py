@@ -21,6 +21,7 @@ ANSWERS = {
     # path: status, declared length, body
     "/good": (200, len(CONTENT), CONTENT),
     "/truncated": (200, len(CONTENT), CONTENT[:100]),
+    "/slow": (200, len(CONTENT), CONTENT),
     "/short": (200, 100, CONTENT[:100]),
     "/long": (200, len(CONTENT) + 1, CONTENT + b"!"),
     "/other": (200, len(CONTENT), OTHER),
@@ -31,12 +32,11 @@ ANSWERS = {
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Address of a server that answers as ANSWERS says, and to /silent after two seconds."""
+    """Address of a server that answers as ANSWERS says; /slow and /silent take their time."""
 
     class Answering(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path == "/silent":
-                time.sleep(2)
+            time.sleep({"/slow": 0.6, "/silent": 2.0}.get(self.path, 0.0))
             status, length, body = ANSWERS.get(self.path, ANSWERS["/missing"])
             self.send_response(status)
             self.send_header("Content-Length", str(length))
@@ -71,6 +71,11 @@ def test_the_next_mirror_serves_what_the_first_does_not(server: str, bad: str, t
     download(published(server + bad, f"{server}/good"), target, patience=1.0)
     assert target.read_bytes() == CONTENT
     assert time.monotonic() - began < 1.0
+
+
+def test_a_slow_mirror_has_all_of_the_patience_though_others_were_asked(server: str, tmp_path: Path) -> None:
+    download(published(f"{server}/slow", f"{server}/missing"), tmp_path / "some.txt", patience=1.0)
+    assert (tmp_path / "some.txt").read_bytes() == CONTENT
 
 
 REFUSED = [

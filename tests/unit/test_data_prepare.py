@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.resources import files as resources
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from shardlab.data import describe as describing
 from shardlab.data import prepare as preparing
 from shardlab.data import sources
 from shardlab.data.cache import cache_root, is_whole
-from shardlab.data.corpora import corpus_of
+from shardlab.data.corpora import corpus_of, nsmc
 from shardlab.data.dataset import open_dataset
 from shardlab.data.describe import describe
 from shardlab.data.download import UnreachableError
@@ -69,7 +69,16 @@ def test_only_what_changes_the_tokens_changes_the_folder() -> None:
     ]
     assert len({folder(config) for config in reviews}) == 4
     assert folder(PYDOC) == folder(PydocConfig("pydoc", 64))
-    assert folder(SYNTHETIC) != folder(SyntheticConfig("synthetic", Task.classifier, 16, 5000, 1000))
+    changes = [{}, {"seq_len": 17}, {"train_tokens": 5001}, {"task": Task.classifier, "train_rows": 5000}]
+    assert len({folder(replace(SYNTHETIC, **change)) for change in [*changes, {"train_rows": 2000}]}) == len(changes)
+
+
+def test_other_published_files_change_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = NsmcConfig("nsmc", None, Tokenizer.trained, 32, 10)
+    monkeypatch.delenv("SHARDLAB_DATA", raising=False)
+    before = seek(config).folder
+    monkeypatch.setattr("shardlab.data.corpora.nsmc.TEST", replace(nsmc.TEST, sha256="0" * 64))
+    assert seek(config).folder != before
 
 
 def test_the_length_of_a_row_is_the_configs_though_the_folder_is_shared() -> None:

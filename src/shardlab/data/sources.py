@@ -76,7 +76,8 @@ def verify(dataset: str, file: SourceFile, path: Path, check: Callable[[Path], N
         raise ShardlabError(f"dataset {dataset}: can't read {path}: {error.strerror or error}") from error
     raise ShardlabError(
         f"dataset {dataset}: {path} is another file than the published {file.name}: sha256 {digest}, "
-        f"{path.stat().st_size} bytes, expected {file.sha256}, {file.size} bytes; remove it to have it downloaded"
+        f"{path.stat().st_size} bytes, expected {file.sha256}, {file.size} bytes; "
+        "put that one there, or remove this one to have it downloaded"
     )
 
 
@@ -131,10 +132,8 @@ def decoded_lines(dataset: str, path: Path) -> list[str]:
 
 
 def _places(file: SourceFile, given: Path | None) -> list[Path]:
-    """Where to look for a file, in order; nowhere else than in `given` for one that must be there."""
+    """Where to look for a file, in order."""
     places = [given / file.name] if given else []
-    if given and file.in_path:
-        return places
     if shared := shared_data():
         places.append(shared / file.folder / file.name)
     return [*places, file.cached]
