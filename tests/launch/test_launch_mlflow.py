@@ -138,12 +138,12 @@ def test_a_dead_server_costs_one_warning_and_sync_ships_all_later(
     assert sweep.finish() == "FINISHED"
     said = capfd.readouterr()
     [warning] = [line for line in said.err.splitlines() if not line.startswith("later: ")]
-    assert warning.startswith("warning: MLflow at http://127.0.0.1:9 failed: ")
+    assert warning.startswith("warning: MLflow at http://127.0.0.1:9 can't be reached; ")
     assert warning.endswith("the run record is whole, to ship it later: shardlab sync sweeps/b/0")
     assert "secret" not in said.err + said.out
     assert len(record.steps) == 4
 
-    with pytest.raises(ShardlabError, match=r"MLflow at http://127.0.0.1:9 failed"):
+    with pytest.raises(ShardlabError, match=r"MLflow at http://127.0.0.1:9 can't be reached"):
         sync(record.folder)
     # The server comes back: here, by way of the config's uri.
     for path in (record.folder / "config.yaml",):

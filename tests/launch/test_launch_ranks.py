@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_processes import Launcher
+from launch_processes import Launcher, wait_until
 
 from shardlab.launch.ranks import RanksFailed, run_ranks
 
@@ -118,6 +118,19 @@ def test_it_works_outside_the_main_thread_and_polls_meanwhile(tmp_path: Path) ->
     thread.join(30)
     assert found == [[1, 1]]
     assert polls
+
+
+def test_a_fork_server_that_is_killed_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
+
+    def poll() -> None:
+        if len(list(tmp_path.glob("*.ready"))) == 2:
+            os.kill(_forkserver._forkserver_pid, 9)
+
+    with pytest.raises(RanksFailed, match="before it had finished"):
+        run_ranks("launch_faults:work", ("hold lock", 1, tmp_path), 2, log_dir=tmp_path, poll=poll)
+    ranks = [Path("/proc") / ready.read_text() for ready in tmp_path.glob("rank-*.ready")]
+    assert wait_until(lambda: not any(rank.exists() for rank in ranks), 3)
 
 
 def test_an_error_of_the_launcher_itself_leaves_no_rank(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from shardlab.launch.rank import Finished, Orders, live, nothing
 from shardlab.launch.signals import Signals
 from shardlab.training.place import Place
 
-PRELOAD = ["shardlab.launch.rank", "shardlab.training.loop"]
+PRELOAD = ["shardlab.launch.server", "shardlab.launch.rank", "shardlab.training.loop"]
 """What the fork server imports once for all ranks. A module that can't be imported there fails in the rank instead."""
 
 POLL_SECONDS = 0.2
@@ -223,6 +223,8 @@ def _end(crew: _Crew) -> None:
             process.join()
     for pipe in crew.pipes.values():
         pipe.close()
+    for process in crew.processes.values():
+        process.close()  # a rank whose fork server was killed counts as ended; it dies of this, see rank.py
 
 
 def _failed(crew: _Crew, log_dir: Path) -> RanksFailed:

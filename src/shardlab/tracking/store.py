@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_EXPERIMENT = "shardlab"
 
 SETTINGS = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # 7 by default: minutes for a server that is gone
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # 7 by default: minutes for a server that is gone
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -124,5 +124,7 @@ def problem(store: Store, error: BaseException) -> str:
             f"{store.shown} is a file store, which this MLflow does not write unless MLFLOW_ALLOW_FILE_STORE=true; "
             "tracking.uri=sqlite:///mlflow.db would work"
         )
+    if any(sign in str(error) for sign in ("Max retries exceeded", "Connection refused", "timed out")):
+        return f"MLflow at {store.shown} can't be reached"
     said = without_credentials(" ".join(str(error).split()))
     return f"MLflow at {store.shown} failed: {said[:300] or type(error).__name__}"
