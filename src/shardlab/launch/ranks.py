@@ -31,8 +31,11 @@ from shardlab.launch.rank import Finished, Orders, live, nothing
 from shardlab.launch.signals import Signals
 from shardlab.training.place import Place
 
-PRELOAD = ["shardlab.launch.server", "shardlab.launch.rank", "shardlab.training.loop"]
-"""What the fork server imports once for all ranks. A module that can't be imported there fails in the rank instead."""
+PRELOAD = ["shardlab.launch.server", "shardlab.launch.rank", "shardlab.training.loop", "torch._dynamo"]
+"""What the fork server imports once for all ranks. A module that can't be imported there fails in the rank instead.
+
+torch._dynamo: the first step of any torch optimizer imports it, which takes 1.5 s and more of each rank.
+"""
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 1.0
