@@ -45,7 +45,7 @@ class WordPieces:
         tokenizer.train_from_iterator(
             [text.translate(rare) for text in texts],
             vocab_size=TRAINED_PIECES,
-            limit_alphabet=len(kept),
+            limit_alphabet=len(seen),
             show_progress=False,
             special_tokens=[PAD, UNKNOWN, CLS, SEP, *kept, *(f"##{character}" for character in kept)],
         )
