@@ -80,6 +80,13 @@ def test_keys_of_a_long_run_do_not_collide():
     assert len(torch.unique(keys, dim=0)) == len(keys)
 
 
+def test_both_words_of_a_key_count():
+    indices = [torch.arange(size) for size in SIZES]
+    base = keep(torch.tensor([5, 9], dtype=torch.int32), indices, 0.2)
+    for other in ([6, 9], [5, 10]):
+        assert abs(z_of_correlation(base, keep(torch.tensor(other, dtype=torch.int32), indices, 0.2))) < 4.5
+
+
 def test_kept_values_are_scaled_and_gradients_masked():
     x = torch.ones(4, 5, 6, requires_grad=True)
     y = Masks(step_keys(1, 1, ["a"], CPU), torch.arange(4), 0.25).drop(x, 0)
