@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from shardlab.tracking.record import read_events
 from torch import Tensor
 
 from shardlab.config.check import check
 from shardlab.config.compose import compose
 from shardlab.data.prepare import prepare
 from shardlab.launch.ranks import run_ranks
+from shardlab.tracking.record import read_events
 from shardlab.training.best import best_path
 from shardlab.training.loop import train_rank
 

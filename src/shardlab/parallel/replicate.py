@@ -61,7 +61,7 @@ class GradientSum:
         for parameter in parameters:
             parameter.grad = flat[first : first + parameter.numel()].view_as(parameter)
             first += parameter.numel()
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
         self._buckets.append(flat)
         self._members.append(len(parameters))
 
