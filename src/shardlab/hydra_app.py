@@ -24,7 +24,7 @@ from shardlab.config.complaint import complaint, nearest
 from shardlab.config.compose import COMPOSITION_ERRORS, PACKAGE, VERSION_BASE, composing, to_config
 from shardlab.config.overrides import check_folders, check_overrides
 from shardlab.errors import ShardlabError
-from shardlab.jobs import Jobs, OneJob, SweepJobs, remove_empty
+from shardlab.launch.jobs import Jobs, OneJob, SweepJobs, remove_empty
 
 
 def train(words: list[str]) -> int:

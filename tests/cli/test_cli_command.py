@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
-from shardlab.jobs import remove_empty
+from shardlab.launch.jobs import remove_empty
 
 LIGHT = [
     # what is asked                                     what the answer holds

@@ -45,7 +45,7 @@ def test_missing_data_leaves_no_folder(shardlab, monkeypatch):
 
 def test_a_sweep_goes_on_past_a_refused_job(shardlab):
     ended = shardlab("train", "-m", *QUIET, "strategy=single,ddp", "model.n_heads=4,5", "hydra.sweep.dir=all")
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 1, ended.stderr
     assert "job 1 refused: model.n_heads=5 does not divide model.d_model=64; 1, 2, 4 or 8 would" in ended.stderr
     table = [line.split() for line in ended.stdout.splitlines() if line.startswith("    ")]
     assert [(row[0], row[1], row[3]) for row in table] == [
@@ -62,8 +62,8 @@ def test_a_sweep_goes_on_past_a_refused_job(shardlab):
 
 
 def test_a_sweep_goes_on_past_a_failed_job_and_ends_with_1(monkeypatch, capfd):
-    from shardlab import jobs
     from shardlab.cli import main
+    from shardlab.launch import jobs
     from shardlab.launch import run as launch
 
     def run(composed, *, sweep=None):

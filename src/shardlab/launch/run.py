@@ -57,7 +57,7 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None) -> RunRecord:
     refuse_used(folder)
     with Signals() as signals:
         with signals.raising():
-            data_dir = prepare(config.dataset)
+            data_dir = prepare(config.dataset, global_batch=config.trainer.global_batch)
         name = make_folder(folder, composed, read_meta(data_dir), None if sweep is None else sweep.begin())
         sink = Sink(folder, store_of(config.tracking)) if config.tracking.name == "mlflow" else None
         progress = Progress(folder, name)

@@ -127,14 +127,14 @@ class SweepJobs(Jobs):
         print(f"job {number} {status}: {self.rows[-1].reason}", file=sys.stderr)
 
     def status(self) -> int:
-        """See Jobs: 1 if a job failed, 2 if every one was refused, 0 otherwise. ShardlabError if there was none."""
+        """See Jobs: 0 if all finished, 2 if all were refused, else 1. ShardlabError if there was none."""
         if not self.rows:
             raise ShardlabError("the sweep holds no combination; give each key at least one value")
         print(table(self.rows, self.folder))
         statuses = {row.status for row in self.rows}
-        if "failed" in statuses:
-            return 1
-        return 0 if "finished" in statuses else 2
+        if statuses == {"finished"}:
+            return 0
+        return 2 if statuses == {"refused"} else 1
 
 
 def table(rows: list[Row], folder: Path) -> str:
