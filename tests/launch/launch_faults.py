@@ -10,6 +10,8 @@ from pathlib import Path
 from shardlab.errors import ShardlabError
 from shardlab.training.place import Place
 
+LOADED_BEFORE = "torch._dynamo" in sys.modules
+
 
 def work(place: Place, fault: str = "none", at: int = 1, folder: Path | None = None) -> int:
     """Meet the others, add up the ranks a few times; rank `at` meets the fault half way. Returns the sum of the ranks.
@@ -164,3 +166,8 @@ def tear(place: Place, config: object, run_dir: Path, data_dir: Path) -> None:
             file.write('{"event": "torn')
         _kill(place)
     time.sleep(600)
+
+
+def origin(place: Place) -> tuple[int, int, bool]:
+    """Rank, the process that it was forked from, and whether torch was there before it asked for it."""
+    return place.rank, os.getppid(), LOADED_BEFORE
