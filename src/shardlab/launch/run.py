@@ -19,15 +19,12 @@ from shardlab.launch.folder import make_folder, refuse_used
 from shardlab.launch.progress import Progress, shown
 from shardlab.launch.ranks import RanksFailed, run_ranks
 from shardlab.launch.signals import Signals
-from shardlab.tracking.mlflow_sink import Sink, where_to_look
+from shardlab.tracking.mlflow_sink import SINK_SECONDS, Sink, where_to_look
 from shardlab.tracking.record import EVENTS, EventLog, RunRecord
 from shardlab.tracking.store import store_of
 
 if TYPE_CHECKING:
     from shardlab.launch.sweep import Sweep
-
-SINK_SECONDS = 30.0
-"""How long the end of a run waits for a slow MLflow server; a second Ctrl-C ends that wait."""
 
 TRAIN_RANK = "shardlab.training.loop:train_rank"
 """What each rank runs. A name: importing it would bring torch into the launcher."""

@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 from shardlab.errors import ShardlabError
-from shardlab.launch.run import SINK_SECONDS
+from shardlab.tracking.mlflow_sink import SINK_SECONDS
 from shardlab.tracking.provenance import user, without_credentials
 from shardlab.tracking.record import PROVENANCE, RunRecord
 from shardlab.tracking.store import problem

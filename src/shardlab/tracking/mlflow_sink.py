@@ -37,6 +37,9 @@ BATCH = 1000
 
 PARAM_BATCH = 100
 SHIP_SECONDS = 5.0
+SINK_SECONDS = 30.0
+"""How long the end of a run, or of a sweep, waits for a slow server; a second Ctrl-C ends the run's wait."""
+
 LONGEST_PAUSE = 60.0
 
 
