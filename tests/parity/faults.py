@@ -12,8 +12,10 @@ import shardlab.training.build as build
 import shardlab.training.step as step
 from shardlab.config.schema import Config
 from shardlab.parallel.dropout import Masks
+from shardlab.parallel.mesh import Mesh, connect
 from shardlab.parallel.microbatch import take
 from shardlab.parallel.replicate import GradientSum
+from shardlab.training.device import meet
 from shardlab.training.loop import train_rank
 from shardlab.training.place import Place
 
@@ -84,3 +86,11 @@ def train_with_fault(place: Place, fault: str, config: Config, run_dir: Path, da
     """train_rank in a rank whose code has been broken. Fresh ranks forget it."""
     FAULTS[fault]()
     train_rank(place, config, run_dir, data_dir)
+
+
+def timeouts(place: Place, seconds: float) -> float:
+    """What a collective of the replicate axis waits, in a rank of a mesh made with that timeout."""
+    meet(place, torch.device("cpu"), 100.0)
+    group = connect(Mesh(replicate=place.ranks), place.rank, "cpu", seconds).groups["replicate"]
+    assert group is not None
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
 from faults import FAULTS
 from trained import Trained, difference, identical, train
 
+from shardlab.launch.ranks import run_ranks
+
 # A small size keeps the suite short: what could differ is not in the size.
-STABLE = [
-    "seed=3",
-    "model=tiny",
-    "model.n_layers=2",
-    "model.d_model=16",
-    "model.d_ff=32",
-    "model.dropout=0.2",
-    "trainer.steps=20",
-    "trainer.eval_batches=2",
-]
+SMALL = ["seed=3", "model=tiny", "model.n_layers=2", "model.d_model=16", "model.d_ff=32", "model.dropout=0.2"]
+STABLE = [*SMALL, "trainer.steps=20", "trainer.eval_batches=2"]
 RAGGED = ["trainer.global_batch=13", "trainer.clip=0.1", "precision=fp64"]
 TASKS = {
     "pydoc": ["dataset=pydoc", "optimizer=sgd", "optimizer.lr=0.5", "optimizer.kwargs.momentum=0.9"],
@@ -82,6 +77,27 @@ def test_same_run_as_one_process(task, strategy, cut, tmp_path, tmp_path_factory
         assert one == pytest.approx(other, rel=TOLERANCE)
 
 
+RAGGED_EPOCHS = {
+    # the last batch of each epoch has 9 rows: a rank of three has none of the fourth part
+    "rows": ["dataset=synthetic", "dataset.task=classifier", "dataset.train_rows=100", "trainer.epochs=2"],
+    # the last step of each epoch has shorter sequences
+    "text": ["dataset=pydoc", "dataset.seq_len=300", "trainer.steps=34"],
+}
+
+
+@pytest.mark.parametrize("task", RAGGED_EPOCHS)
+def test_short_last_batches_weigh_right(task, tmp_path):
+    overrides = [*SMALL, *RAGGED, *RAGGED_EPOCHS[task], "optimizer=sgd", "optimizer.lr=0.5", "scheduler=step"]
+    overrides += ["scheduler.gamma=0.5", "trainer.micro_batch=4"]
+    one = train(tmp_path / "single", [*overrides, "strategy=single"])
+    three = train(tmp_path / "ddp", [*overrides, "strategy=ddp", "ranks=3"])
+    assert len(set(one.column("tokens"))) > 1, "some batch must be short"
+    assert len(set(one.column("lr"))) == 2
+    assert difference(one, three) < TOLERANCE
+    for a, b in zip(evaluation(one), evaluation(three), strict=True):
+        assert a == pytest.approx(b, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("task", ["pydoc", "synthetic"])
 def test_a_planted_fault_is_caught(fault, task, tmp_path, tmp_path_factory):
@@ -89,6 +105,17 @@ def test_a_planted_fault_is_caught(fault, task, tmp_path, tmp_path_factory):
     reference = one_process(tmp_path_factory, overrides)
     broken = train(tmp_path / "run", [*overrides, "strategy=ddp", "ranks=2", "trainer.micro_batch=4"], fault)
     assert difference(reference, broken) > 1e6 * TOLERANCE
+
+
+def test_a_run_of_nan_is_not_the_same_run(tmp_path):
+    """A comparison by max() alone would pass it."""
+    one = train(tmp_path / "run", [*STABLE, *TASKS["pydoc"], "trainer.steps=2"])
+    lost = Trained([{**event, "loss": math.nan} for event in one.events], one.weights)
+    assert difference(one, lost) == math.inf
+
+
+def test_a_mesh_keeps_the_configs_timeout(tmp_path):
+    assert run_ranks("faults:timeouts", (7.0,), 2, log_dir=tmp_path) == [7.0, 7.0]
 
 
 def test_fp32_stays_close_over_50_steps(tmp_path):

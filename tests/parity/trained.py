@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,20 +53,20 @@ def train(folder: Path, overrides: list[str], fault: str | None = None) -> Train
 
 
 def difference(one: Trained, other: Trained) -> float:
-    """The largest relative difference between two runs: losses, norms, and every final tensor.
+    """The largest relative difference between two runs: losses, norms, and every final tensor; inf if one isn't finite.
 
     A tensor's is max|a-b| / max|a|; key biases are left out, since their gradient is analytically zero.
     """
-    worst = 0.0
+    apart = []
     for key in ("loss", "grad_norm"):
         a, b = one.column(key), other.column(key)
         assert len(a) == len(b) > 0
-        worst = max(worst, max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True)))
+        apart += [abs(x - y) / abs(x) for x, y in zip(a, b, strict=True)]
     assert one.weights.keys() == other.weights.keys()
     for name, a in one.weights.items():
         a, b = without_key_bias(name, a.double()), without_key_bias(name, other.weights[name].double())
-        worst = max(worst, float((a - b).abs().max() / a.abs().max()))
-    return worst
+        apart.append(float((a - b).abs().max() / a.abs().max()))
+    return max(apart) if all(math.isfinite(value) for value in apart) else math.inf
 
 
 def without_key_bias(name: str, value: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """A config composes to one typed thing, reads back from its own YAML, and leaves Hydra as it was found."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from shardlab.config.check import check, settle
+from shardlab.config.check import check, settle, visible_gpus
 from shardlab.config.compose import compose, config_yaml, to_config
 from shardlab.config.optimizers import optimizers
 from shardlab.config.overrides import GROUPS, packaged_choices
@@ -125,6 +126,7 @@ DEVICES = [
     ("auto",  2,    4,       "cpu",  True),  # another job of the sweep needs four
     ("cpu",   2,    2,       "cpu",  False),
     ("cuda",  2,    2,       "cuda", False),
+    ("cuda",  2,    4,       "cuda", False),  # that other job is refused, not this one moved
 ]  # fmt: skip
 
 
@@ -134,6 +136,53 @@ def test_auto_takes_gpus_only_if_every_job_fits(asked, gpus, largest, taken, not
     composed, notes = settle(compose(["strategy=ddp", "ranks=2", f"runtime.device={asked}"]), largest_ranks=largest)
     assert composed.config.runtime.device is Device(taken)
     assert bool(notes) == note
+
+
+VISIBLE = [
+    # device files             torch       CUDA_VISIBLE_DEVICES  visible
+    ([],                       "'12.8'",   None,                 0),
+    (["nvidia0", "nvidiactl"], "'12.8'",   None,                 1),
+    (["nvidia0", "nvidia1"],   "None",     None,                 0),
+    (["nvidia0", "nvidia1"],   "'12.8'",   "",                   0),
+    (["nvidia0", "nvidia1"],   "'12.8'",   "1",                  1),
+    (["nvidia0", "nvidia1"],   "'12.8'",   "0,-1,1",             1),
+    (["nvidia0", "nvidia1"],   "'12.8'",   "0,5",                1),
+    (["nvidia0", "nvidia1"],   "'12.8'",   "GPU-1a2b,GPU-3c4d",  2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "built_for", "shown", "visible"), VISIBLE)
+def test_gpus_are_counted_without_torch(files, built_for, shown, visible, monkeypatch, tmp_path):
+    (tmp_path / "version.py").write_text(f"debug = False\ncuda: Optional[str] = {built_for}\n")
+    torch = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr("shardlab.config.check.find_spec", lambda name: torch)
+    monkeypatch.setattr("shardlab.config.check.DEVICES", tmp_path)
+    for name in files:
+        (tmp_path / name).touch()
+    if shown is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert visible_gpus.__wrapped__() == visible
+
+
+REFUSED = [
+    (["strategy=ddp", "ranks=21"], "strategy.replicate=21 exceeds the 20 rows of trainer.global_batch"),
+    (["runtime.timeout=1e300"], "runtime.timeout=1e\\+300: at most 10000000 seconds would do"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), REFUSED)
+def test_what_could_only_fail_later_is_refused(overrides, said):
+    with pytest.raises(ShardlabError, match=said):
+        check(compose(overrides).config)
+
+
+def test_a_path_is_logged_so_that_it_means_the_same_from_any_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "corpus").mkdir()
+    assert check(compose(["dataset=nsmc", "dataset.path='~/corpus'"]).config).dataset.path == str(tmp_path / "corpus")
+    assert check(compose(["dataset=nsmc", "dataset.path=corpus"]).config).dataset.path == str(tmp_path / "corpus")
 
 
 @pytest.mark.parametrize(("ranks", "cores", "threads"), [(1, 8, 8), (2, 8, 4), (3, 8, 2), (4, 2, 1)])

@@ -7,14 +7,26 @@ import torch
 from sklearn.metrics import accuracy_score, f1_score, precision_score, recall_score
 from torch import nn
 
-from shardlab.config.schema import ConstantConfig, CosineConfig, StepConfig
+from shardlab.analysis.table import difference
+from shardlab.config.schema import (
+    Config,
+    ConstantConfig,
+    CosineConfig,
+    StepConfig,
+    SyntheticConfig,
+    Task,
+    TrainerConfig,
+)
+from shardlab.data.prepared import Meta
+from shardlab.errors import ShardlabError
 from shardlab.parallel.clipping import clip, global_norm, squared_norm
 from shardlab.parallel.loss import summed_cross_entropy
 from shardlab.parallel.mesh import AXES, Mesh
 from shardlab.parallel.microbatch import IGNORE, parts, share, take
-from shardlab.parallel.table import Constant, Entry
+from shardlab.parallel.table import Constant, Entry, ParameterTable, held
 from shardlab.training.evaluation import count, metrics
 from shardlab.training.learning_rate import learning_rate
+from shardlab.training.length import run_length
 
 CUTS = [
     # rows, micro_batch, micro_batches, data_ranks -> sizes
@@ -57,7 +69,8 @@ def test_mesh_places_every_rank_once():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "name"), [(Mesh(), "single"), (Mesh(replicate=2), "ddp2"), (Mesh(2, 3), "pipeline2-ddp3")]
+    ("mesh", "name"),
+    [(Mesh(), "single"), (Mesh(replicate=2), "ddp2"), (Mesh(2, 3), "pipeline2-ddp3"), (Mesh(shard=3), "shard3")],
 )
 def test_mesh_names(mesh, name):
     assert mesh.name == name
@@ -150,3 +163,60 @@ def test_metrics_of_a_constant_guess_are_zero_not_an_error():
 
 def test_perplexity_is_the_exponential_of_the_loss():
     assert metrics(20.0, [10.0])["perplexity"] == pytest.approx(math.exp(2))
+
+
+def test_a_tied_head_is_held_under_its_owners_entry():
+    """The last pipeline stage has the head without the embedding: it must not be lost."""
+    table = ParameterTable()
+    table.add(Entry("embedding.weight", (3, 2), Constant(0), -1))
+    table.add(Entry("head.weight", (3, 2), Constant(0), 1, tied_to="embedding.weight"))
+    model = nn.Module()
+    model.head = nn.Module()
+    model.head.weight = nn.Parameter(torch.zeros(3, 2))
+    assert [(entry.name, p is model.head.weight) for entry, p in held(model, table)] == [("embedding.weight", True)]
+
+
+LENGTHS = [
+    # trainer, steps in the data -> total, epoch
+    ({}, (3, 3)),
+    ({"epochs": 4}, (12, 3)),
+    ({"steps": 7}, (7, 3)),
+    ({"steps": 7, "epochs": 2}, (6, 3)),
+    ({"steps": 5, "epochs": 2}, (5, 3)),
+    ({"epochs": 4, "epoch_steps": 2}, (8, 2)),
+    ({"epochs": 4, "epoch_steps": 9}, (12, 3)),
+]
+
+
+def config_of(**trainer: int) -> Config:
+    dataset = SyntheticConfig("synthetic", Task.classifier, 8, 1, 50)
+    scheduler = CosineConfig("cosine", 2, 0.1)
+    return Config(dataset=dataset, scheduler=scheduler, trainer=TrainerConfig(global_batch=20, **trainer))
+
+
+def data_of(rows: int) -> Meta:
+    return Meta(name="synthetic", task=Task.classifier, vocab_size=9, n_classes=2, counts={"train": rows}, facts={})
+
+
+@pytest.mark.parametrize(("trainer", "length"), LENGTHS)
+def test_a_run_ends_at_whichever_limit_comes_first(trainer, length):
+    assert run_length(config_of(**trainer), data_of(50)) == length
+
+
+def test_a_warm_up_that_outlasts_the_run_is_refused():
+    with pytest.raises(ShardlabError, match="warmup_steps=2 leaves nothing of the run's 2 steps; 0 to 1 would"):
+        run_length(config_of(epochs=1), data_of(40))
+
+
+DIFFERENCES = [
+    ([1.0, 2.0], [1.0, 2.2], "1.0e-01"),
+    ([1.0, 2.0], [1.0], "0.0e+00 (1 steps)"),
+    ([1.0, 2.0], [1.0, math.nan], "nan"),
+    ([1.0, math.inf], [1.0, math.nan], "0.0e+00"),
+    ([1.0], [], "-"),
+]
+
+
+@pytest.mark.parametrize(("reference", "losses", "shown"), DIFFERENCES)
+def test_a_diverged_run_is_never_shown_as_the_same(reference, losses, shown):
+    assert difference(reference, losses) == shown

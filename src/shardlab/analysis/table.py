@@ -6,6 +6,7 @@ unlike length are compared over their common steps, and the table says how many.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from shardlab.errors import ShardlabError
@@ -24,7 +25,7 @@ def compare(folders: list[Path]) -> str:
 
 def row(record: RunRecord, reference: RunRecord) -> dict[str, str]:
     """What one run shows. Its loss is the last step's."""
-    shown = {"run": record.name, "status": record.status or "running"}
+    shown = {"run": record.name, "status": record.status}
     shown["steps"] = str(len(record.losses))
     shown["loss"] = f"{record.losses[-1]:.4f}" if record.losses else "-"
     for split in ("val", "test"):
@@ -42,12 +43,15 @@ def row(record: RunRecord, reference: RunRecord) -> dict[str, str]:
 
 
 def difference(reference: list[float], losses: list[float]) -> str:
-    """The largest relative difference over the steps that both have."""
+    """The largest relative difference over the steps that both have; 'nan' where only one side has a number."""
     pairs = list(zip(reference, losses, strict=False))
     if not pairs:
         return "-"
-    largest = max(abs(a - b) / abs(a) if a else abs(b) for a, b in pairs)
     short = "" if len(reference) == len(losses) else f" ({len(pairs)} steps)"
+    if any(math.isfinite(a) != math.isfinite(b) for a, b in pairs):
+        return f"nan{short}"
+    finite = [(a, b) for a, b in pairs if math.isfinite(a)]
+    largest = max((abs(a - b) / abs(a) if a else abs(b) for a, b in finite), default=math.nan)
     return f"{largest:.1e}{short}"
 
 

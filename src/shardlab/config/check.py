@@ -7,9 +7,12 @@ that has GPUs how many, or to try an optimizer's values.
 
 import math
 import os
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from shardlab.config.compose import Composed, config_yaml
 from shardlab.config.optimizers import check_optimizer
@@ -28,11 +31,17 @@ from shardlab.config.schema import (
 )
 from shardlab.errors import ShardlabError
 
-AXES = ("replicate", "shard", "pipeline", "tensor")
+AXES = tuple(field.name for field in fields(StrategyConfig) if field.name != "name")
 """The axes of the mesh."""
 
 LARGEST_SEED = 2**32 - 1
-"""The dropout hash and the initial values take the seed as one 32-bit word."""
+"""More seeds than anybody needs; the order of the rows takes them as one 32-bit word."""
+
+DEVICES = Path("/dev")
+"""Where NVIDIA's driver shows a file for each GPU."""
+
+LONGEST_TIMEOUT = 1e7
+"""Seconds, a third of a year: torch keeps a timeout in milliseconds, and a larger one overflows."""
 
 
 def settle(composed: Composed, *, largest_ranks: int | None = None) -> tuple[Composed, list[str]]:
@@ -64,14 +73,20 @@ def check(config: Config, *, largest_ranks: int | None = None) -> Config:
         raise ShardlabError("run_dir is empty; give a folder, or leave it away for runs/DATE/TIME")
     ranks = _ranks(config.strategy, config.ranks)
     _check_model(config.model)
-    _check_dataset(config)
+    check_dataset(config)
     _check_trainer(config.trainer)
+    _check_shares(config)
     _positive("optimizer.lr", config.optimizer.lr)
     check_optimizer(config.optimizer)
     _check_scheduler(config)
     if config.tracking.name not in ("mlflow", "none"):
         raise ShardlabError(f"tracking.name={config.tracking.name} is unknown; it is mlflow or none")
-    return replace(config, ranks=ranks, runtime=_settle(config.runtime, ranks, max(ranks, largest_ranks or 0)))
+    return replace(
+        config,
+        ranks=ranks,
+        dataset=_settle_path(config.dataset),
+        runtime=_settle(config.runtime, ranks, max(ranks, largest_ranks or 0)),
+    )
 
 
 def _at_least(key: str, value: int | None, least: int) -> None:
@@ -126,14 +141,23 @@ def _check_model(model: ModelConfig) -> None:
         )
 
 
-def _check_dataset(config: Config) -> None:
+def check_dataset(config: Config) -> None:
+    """The rules of the dataset alone; raises ShardlabError."""
     dataset = config.dataset
     for key in ("seq_len", "validation_rows", "train_tokens", "train_rows"):
         _at_least(f"dataset.{key}", getattr(dataset, key, None), 1)
     if isinstance(dataset, NsmcConfig) and dataset.max_length < 3:
         raise ShardlabError(f"dataset.max_length={dataset.max_length}: [CLS], one piece and [SEP] need 3")
-    if isinstance(dataset, TextConfig | NsmcConfig) and dataset.path is not None and not Path(dataset.path).exists():
+    path = getattr(_settle_path(dataset), "path", None)
+    if path is not None and not Path(path).exists():
         raise ShardlabError(f"dataset.path={dataset.path}: no such file or folder")
+
+
+def _settle_path(dataset: Any) -> Any:
+    """The dataset's config with its path absolute, so that the logged one means the same from any folder."""
+    if isinstance(dataset, TextConfig | NsmcConfig) and dataset.path is not None:
+        return replace(dataset, path=str(Path(dataset.path).expanduser().absolute()))
+    return dataset
 
 
 def _check_trainer(trainer: TrainerConfig) -> None:
@@ -160,8 +184,18 @@ def _check_trainer(trainer: TrainerConfig) -> None:
             )
 
 
+def _check_shares(config: Config) -> None:
+    """Every data-parallel rank must get a row."""
+    copies, rows = config.strategy.replicate, config.trainer.global_batch
+    if copies > rows:
+        raise ShardlabError(
+            f"strategy.replicate={copies} exceeds the {rows} rows of trainer.global_batch; every rank needs one, "
+            f"so at most {rows} would do"
+        )
+
+
 def _check_scheduler(config: Config) -> None:
-    scheduler, steps = config.scheduler, config.trainer.steps
+    scheduler = config.scheduler
     if isinstance(scheduler, StepConfig):
         if not 0 < scheduler.gamma <= 1:
             raise ShardlabError(f"scheduler.gamma={scheduler.gamma}: it must be above 0 and at most 1")
@@ -170,16 +204,13 @@ def _check_scheduler(config: Config) -> None:
         _at_least("scheduler.warmup_steps", scheduler.warmup_steps, 0)
         if not 0 <= scheduler.final_ratio <= 1:
             raise ShardlabError(f"scheduler.final_ratio={scheduler.final_ratio}: it must lie between 0 and 1")
-        if steps is not None and scheduler.warmup_steps >= steps:
-            raise ShardlabError(
-                f"scheduler.warmup_steps={scheduler.warmup_steps} leaves nothing of trainer.steps={steps}; "
-                f"0 to {steps - 1} would"
-            )
 
 
 def _settle(runtime: RuntimeConfig, ranks: int, largest_ranks: int) -> RuntimeConfig:
     _at_least("runtime.threads", runtime.threads, 1)
     _positive("runtime.timeout", runtime.timeout)
+    if runtime.timeout > LONGEST_TIMEOUT:
+        raise ShardlabError(f"runtime.timeout={runtime.timeout}: at most {LONGEST_TIMEOUT:.0f} seconds would do")
     device = runtime.device
     if device is not Device.cpu:
         found = visible_gpus()
@@ -188,7 +219,7 @@ def _settle(runtime: RuntimeConfig, ranks: int, largest_ranks: int) -> RuntimeCo
                 f"runtime.device=cuda needs a GPU for each of {ranks} ranks, and {found} can be used here; "
                 "runtime.device=cpu would run"
             )
-        device = Device.cuda if found >= largest_ranks else Device.cpu
+        device = Device.cuda if device is Device.cuda or found >= largest_ranks else Device.cpu
     threads = runtime.threads or max(1, available_cores() // ranks)
     return replace(runtime, device=device, threads=threads)
 
@@ -200,9 +231,27 @@ def available_cores() -> int:
 
 @cache
 def visible_gpus() -> int:
-    """The CUDA devices that torch would see. Without NVIDIA's device files there are none, and torch isn't asked."""
-    if not any(file.name[6:].isdigit() for file in Path("/dev").glob("nvidia*")):
-        return 0
-    import torch
+    """The CUDA devices that torch would see, found out without importing it: that takes seconds.
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    A build of torch without CUDA sees none; otherwise NVIDIA's device files count, as far as CUDA_VISIBLE_DEVICES
+    shows them.
+    """
+    devices = sum(file.name[6:].isdigit() for file in DEVICES.glob("nvidia*"))
+    if devices == 0 or not _torch_has_cuda():
+        return 0
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        return devices
+    names = [name.strip() for name in shown.split(",")]
+    # CUDA itself stops at the first name that is none, such as -1.
+    valid = [not name.lstrip("-").isdigit() or 0 <= int(name) < devices for name in names if name]
+    return valid.index(False) if False in valid else len(valid)
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch was built for CUDA, as its version.py says: `cuda: ... = '12.8'`, or None."""
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    version = (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
+    return re.search(r"^cuda\b[^=\n]*= *['\"]", version, re.MULTILINE) is not None

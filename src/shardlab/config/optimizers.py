@@ -25,6 +25,10 @@ GIVEN = ("self", "params", "lr")
 """Arguments that are not keyword arguments of the user's: lr has a key of its own."""
 
 
+JUDGED_LATE = ("capturable", "differentiable", "foreach", "fused")
+"""Arguments that torch looks at in a step only; a step imports torch's compiler too, which takes a second."""
+
+
 @cache
 def optimizers() -> dict[str, tuple[str, ...]]:
     """Each optimizer class of the installed torch with the names of its keyword arguments."""
@@ -76,13 +80,15 @@ def check_optimizer(config: OptimizerConfig) -> None:
 
 
 def _try_values(name: str, lr: float, kwargs: dict[str, Any]) -> None:
-    """One update of a small matrix: some values are only looked at in the first step."""
+    """Let torch judge the values, on a small matrix; some are only looked at in the first step."""
     import torch
 
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     parameter.grad = torch.ones(2, 2)
     try:
-        getattr(torch.optim, name)([parameter], lr=lr, **kwargs).step()
+        optimizer = getattr(torch.optim, name)([parameter], lr=lr, **kwargs)
+        if not kwargs.keys().isdisjoint(JUDGED_LATE):
+            optimizer.step()
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())
         raise ShardlabError(f"optimizer.kwargs: {name} refuses {kwargs}: {reason}") from None

@@ -36,7 +36,7 @@ def prepared_folder(name: str, key: Mapping[str, object]) -> Path:
 def code_digest(name: str) -> str:
     """sha256 of the source of the modules that make a dataset's tokens: a version number that can't be forgotten."""
     here = Path(__file__).parent
-    makers = (f"corpora/{name}.py", "words.py", "wordpiece.py", "permutation.py", "prepared.py")
+    makers = (f"corpora/{name}.py", "sources.py", "words.py", "wordpiece.py", "permutation.py", "prepared.py")
     return hashlib.sha256(b"".join((here / maker).read_bytes() for maker in makers)).hexdigest()
 
 

@@ -14,4 +14,6 @@ import os
 
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# Asking CUDA itself how many devices there are, as an import of torch's compiler may, would break it in every fork.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 atexit.register(os._exit, 0)

@@ -15,9 +15,6 @@ from shardlab.config.schema import Positions
 from shardlab.models.shape import Shape
 from shardlab.parallel.table import Constant, Entry, Normal, ParameterTable, Uniform
 
-KEY_BIAS = "layers.*.attention.qkv.bias[1]"
-"""The part whose gradient is analytically zero: a key bias adds the same to all of a query's scores."""
-
 
 def parameter_table(shape: Shape) -> ParameterTable:
     """All parameters of the whole model, in forward order."""

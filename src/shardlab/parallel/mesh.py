@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from shardlab.config.schema import StrategyConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +25,6 @@ AXES = ("pipeline", "replicate", "shard", "tensor")
 
 DATA_AXES = ("replicate", "shard")
 """The axes along which ranks train different rows of a step."""
-
-_SHOWN_AS = {"pipeline": "pipeline", "replicate": "ddp", "shard": "zero", "tensor": "tensor"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Mesh:
     @property
     def name(self) -> str:
         """For run names and tables: 'single', 'ddp2', 'pipeline2-ddp2'."""
-        parts = [f"{_SHOWN_AS[axis]}{self.size(axis)}" for axis in AXES if self.size(axis) > 1]
+        words = {"replicate": "ddp"}
+        parts = [f"{words.get(axis, axis)}{self.size(axis)}" for axis in AXES if self.size(axis) > 1]
         return "-".join(parts) or "single"
 
     def coordinate(self, rank: int) -> dict[str, int]:
@@ -72,6 +74,11 @@ class Mesh:
         """Which share of a step's rows a rank trains: 0..data_ranks-1."""
         place = self.coordinate(rank)
         return place["replicate"] * self.shard + place["shard"]
+
+
+def mesh_of(strategy: StrategyConfig) -> Mesh:
+    """The point in the space of meshes that a config names."""
+    return Mesh(**{axis: getattr(strategy, axis) for axis in AXES})
 
 
 @dataclass(frozen=True)
@@ -100,12 +107,20 @@ class Connected:
         return x
 
 
-def connect(mesh: Mesh, rank: int, device_type: str) -> Connected:
-    """Make the process groups of every axis. Needs an initialised default process group if mesh.ranks > 1."""
-    if mesh.ranks == 1:
-        return Connected(mesh, rank, dict.fromkeys(AXES))
-    from torch.distributed.device_mesh import init_device_mesh
+def connect(mesh: Mesh, rank: int, device_type: str, timeout: float) -> Connected:
+    """Make the process groups of every axis. Needs an initialised default process group if mesh.ranks > 1.
 
-    sizes = tuple(mesh.size(axis) for axis in AXES)
-    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
-    return Connected(mesh, rank, {axis: device_mesh.get_group(axis) if mesh.size(axis) > 1 else None for axis in AXES})
+    timeout: seconds that a collective may wait
+    """
+    groups: dict[str, ProcessGroup | None] = dict.fromkeys(AXES)
+    if mesh.ranks > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        device_mesh = init_device_mesh(device_type, tuple(mesh.size(axis) for axis in AXES), mesh_dim_names=AXES)
+        for axis in AXES:
+            if mesh.size(axis) > 1:
+                # A mesh's groups take torch's own default, half an hour, and no public call changes it.
+                _set_pg_timeout(timedelta(seconds=timeout), device_mesh.get_group(axis))
+                groups[axis] = device_mesh.get_group(axis)
+    return Connected(mesh, rank, groups)

@@ -41,8 +41,8 @@ class MicroBatch:
         return MicroBatch(
             self.number,
             self.rows.to(device),
-            self.inputs.to(device, non_blocking=True),
-            self.targets.to(device, non_blocking=True),
+            self.inputs.to(device),
+            self.targets.to(device),
             self.lengths.to(device),
         )
 

@@ -120,14 +120,17 @@ def initial_value(entry: Entry, seed: int) -> Tensor:
 
 
 def held(model: nn.Module, table: ParameterTable) -> list[tuple[Entry, nn.Parameter]]:
-    """The parameters that this rank's model holds, in the table's order, a tied group once.
+    """The parameters that this rank's model holds, in the table's order, a tied group once, under its owner's entry.
 
     Raises ValueError where the model holds a parameter that the table doesn't know.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if unknown := parameters.keys() - table.entries.keys():
         raise ValueError(f"parameters without a table entry: {sorted(unknown)}")
-    return [(entry, parameters[entry.name]) for entry in table.own if entry.name in parameters]
+    by_owner: dict[str, nn.Parameter] = {}
+    for name, parameter in parameters.items():
+        by_owner.setdefault(table[name].tied_to or name, parameter)
+    return [(entry, by_owner[entry.name]) for entry in table.own if entry.name in by_owner]
 
 
 def materialise(model: nn.Module, table: ParameterTable, seed: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardlab.config.schema import Config, Precision, StrategyConfig
+from shardlab.config.schema import Config, Precision
 from shardlab.data.dataset import Batch, Dataset
 from shardlab.errors import ShardlabError
 from shardlab.models.parameters import parameter_table
 from shardlab.models.shape import Shape, shape_of
 from shardlab.models.transformer import Transformer
-from shardlab.parallel.mesh import Connected, Mesh
+from shardlab.parallel.mesh import Connected
 from shardlab.parallel.microbatch import MicroBatch, parts, share, take
 from shardlab.parallel.replicate import GradientSum
 from shardlab.parallel.table import Entry, ParameterTable, held, materialise
@@ -44,11 +44,6 @@ class Training:
         mine = share(cut, self.mesh.data_rank, mesh.data_ranks)
         rows = (take(number, cut[number], width, batch.inputs, batch.targets, batch.lengths) for number in mine)
         return [micro_batch.to(self.device) for micro_batch in rows]
-
-
-def mesh_of(strategy: StrategyConfig) -> Mesh:
-    """The point in the space of meshes that a config names."""
-    return Mesh(pipeline=strategy.pipeline, replicate=strategy.replicate, shard=strategy.shard, tensor=strategy.tensor)
 
 
 def build(config: Config, mesh: Connected, device: torch.device, dataset: Dataset) -> Training:

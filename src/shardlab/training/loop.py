@@ -14,15 +14,17 @@ import torch
 import torch.distributed as dist
 
 from shardlab.config.schema import Config
-from shardlab.data.dataset import Batch, Dataset, open_dataset
+from shardlab.data.dataset import Batch, open_dataset
+from shardlab.data.prepared import read_meta
 from shardlab.data.rows import feed
-from shardlab.parallel.mesh import connect
+from shardlab.parallel.mesh import connect, mesh_of
 from shardlab.tracking.record import EventLog
 from shardlab.training.best import load_best, save_best
-from shardlab.training.build import Training, build, mesh_of
+from shardlab.training.build import Training, build
 from shardlab.training.device import device_name, meet, peak_memory, prepare_device
 from shardlab.training.evaluation import evaluate
 from shardlab.training.learning_rate import learning_rate
+from shardlab.training.length import run_length
 from shardlab.training.place import Place
 from shardlab.training.step import train_step
 
@@ -37,11 +39,11 @@ def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> N
     """
     device = prepare_device(config.runtime, place)
     meet(place, device, config.runtime.timeout)
-    mesh = connect(mesh_of(config.strategy), place.rank, device.type)
+    mesh = connect(mesh_of(config.strategy), place.rank, device.type, config.runtime.timeout)
     training = build(config, mesh, device, open_dataset(data_dir, config.dataset))
     _kept.append(training)
     log = EventLog(run_dir / ("events.jsonl" if place.rank == 0 else f"rank-{place.rank}.jsonl"))
-    total_steps, epoch_steps = length(config, training.dataset)
+    total_steps, epoch_steps = run_length(config, read_meta(data_dir))
     if place.rank == 0:
         log.write("start", **start_facts(training, total_steps, epoch_steps))
     train(training, log, run_dir, total_steps, epoch_steps)
@@ -50,16 +52,6 @@ def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> N
     if place.ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
-
-
-def length(config: Config, dataset: Dataset) -> tuple[int, int]:
-    """Number of steps in the whole run and in an epoch. Raises ShardlabError where the data is too short for one."""
-    trainer = config.trainer
-    epoch_steps = dataset.steps("train", trainer.global_batch)
-    if trainer.epoch_steps is not None:
-        epoch_steps = min(epoch_steps, trainer.epoch_steps)
-    limits = [trainer.steps, trainer.epochs and trainer.epochs * epoch_steps]
-    return min((limit for limit in limits if limit), default=epoch_steps), epoch_steps
 
 
 def train(training: Training, log: EventLog, run_dir: Path, total_steps: int, epoch_steps: int) -> None:
