@@ -17,7 +17,7 @@ def stand_in(module: Any) -> None:
     data.mkdir(exist_ok=True)
     Meta("pydoc", Task.language_model, 5, 0, {"train": 9}, fingerprint=FINGERPRINT).write(data)
     module.TRAIN_RANK = "launch_faults:record"
-    module.prepare = lambda config: data
+    module.prepare = lambda config, global_batch: data
 
 
 def composed(fault: str = "none", *overrides: str) -> Composed:

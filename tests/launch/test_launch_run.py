@@ -3,13 +3,17 @@
 import json
 import os
 import signal
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch_parts import FINGERPRINT, composed, stand_in
 from launch_processes import Launcher, wait_until
 
 from shardlab.errors import ShardlabError
+from shardlab.launch import ranks
 from shardlab.launch import run as run_module
 from shardlab.launch.run import RunFailed, run
 from shardlab.tracking.record import RunRecord, read_events
@@ -57,8 +61,27 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone() -> None:
     assert Path("run/events.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["config.yaml", ".hydra/hydra.yaml", "checkpoints/best.safetensors", "rank-0.log"])
+def test_a_folder_with_files_that_a_run_would_overwrite_is_refused(tmp_path: Path, name: str) -> None:
+    """`run_dir=.` in a project's folder once overwrote the user's own config.yaml."""
+    theirs = tmp_path / name
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.write_text("mine")
+    made = composed()
+    with pytest.raises(ShardlabError, match=r"run_dir=\. holds \S+, which a run would overwrite; .* run_dir=run$"):
+        run(replace(made, config=replace(made.config, run_dir=".")))
+    assert theirs.read_text() == "mine"
+    assert not Path("provenance.json").exists()
+
+
+def test_a_folder_with_other_files_is_fine() -> None:
+    Path("run").mkdir()
+    Path("run/notes.txt").touch()
+    assert run(composed()).status == "FINISHED"
+
+
 def test_wrong_data_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(config: object) -> Path:
+    def refuse(config: object, global_batch: int) -> Path:
         raise ShardlabError("dataset pydoc: line 3 is wrong")
 
     monkeypatch.setattr(run_module, "prepare", refuse)
@@ -94,6 +117,7 @@ def test_a_line_torn_by_a_killed_rank_is_cut_before_the_end_is_written(monkeypat
 
 CODE = """
 from launch_parts import composed, stand_in
+from shardlab.launch import ranks
 from shardlab.launch import run as run_module
 stand_in(run_module)
 try:
@@ -124,3 +148,37 @@ def test_an_interrupted_run_is_killed_and_leaves_no_process(
     assert f"raised {raised}" in launcher.output
     record = RunRecord.load(tmp_path / "run")
     assert (record.status, record.reason) == ("KILLED", reason)
+    assert f"spin-ddp2-s1 killed: {reason}" in launcher.output.splitlines()
+
+
+AFTER = [
+    # the run was   the moment of Ctrl-C                 status in the record
+    ("none", (run_module, "say"), "FINISHED"),
+    ("value error", (run_module, "say"), "FAILED"),
+    ("value error", (ranks, "_end"), "KILLED"),
+]
+
+
+@pytest.mark.parametrize(("fault", "moment", "status"), AFTER)
+def test_ctrl_c_after_the_ranks_have_ended_still_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str, moment: Any, status: str
+) -> None:
+    """Around a failed run it was once lost, and a sweep went on."""
+    monkeypatch.setattr(*moment, strike_then(getattr(*moment)))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(composed(fault))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert RunRecord.load(Path("run")).status == status
+
+
+def strike_then(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, begun by a Ctrl-C."""
+
+    def struck(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return function(*arguments)
+
+    return struck

@@ -1,40 +1,66 @@
 """The run folder: claimed by exactly one run, and complete before the first rank starts.
 
-config.yaml is the config that `shardlab` can read back; .hydra/ is the same where Hydra's users look for it;
-provenance.json says where the run came from. Its creation is the claim: of two launchers with one folder, the
-second is refused.
+config.yaml is the config that `shardlab` can read back; .hydra/ is the same, with Hydra's own settings, where Hydra's
+users look for it; provenance.json says where the run came from. Its creation is the claim: of two launchers with one
+folder, the second is refused.
 """
 
 import json
 import uuid
 from pathlib import Path
 
+from omegaconf import DictConfig, OmegaConf
+
 from shardlab.config.compose import Composed
 from shardlab.config.schema import Config
 from shardlab.data.prepared import Meta
 from shardlab.errors import ShardlabError
-from shardlab.parallel.mesh import AXES, Mesh
+from shardlab.parallel.mesh import mesh_of
+from shardlab.tracking.mlflow_sink import LINK
 from shardlab.tracking.provenance import provenance, without_credentials
 from shardlab.tracking.record import EVENTS, PROVENANCE
+from shardlab.tracking.sweep_parent import SWEEP
+
+MULTIRUN = "multirun.yaml"
+"""What Hydra writes into a sweep's folder."""
 
 
 def run_name(config: Config) -> str:
     """The name that tables and MLflow show: the user's own, or model, mesh and seed: "tiny-ddp2-s1"."""
-    mesh = Mesh(**{axis: getattr(config.strategy, axis) for axis in AXES})
-    return config.tracking.run_name or f"{config.model.name}-{mesh.name}-s{config.seed}"
+    return config.tracking.run_name or f"{config.model.name}-{mesh_of(config.strategy).name}-s{config.seed}"
+
+
+WRITTEN = ("config.yaml", ".hydra", LINK, "rank-[0-9]*", "checkpoints", "report")
+"""What a run writes into its folder, beside the two files that say that it is one."""
 
 
 def refuse_used(folder: Path) -> None:
-    """Raise ShardlabError if the folder already holds a run."""
-    for name in (PROVENANCE, EVENTS):
-        if (folder / name).exists():
-            raise ShardlabError(f"run_dir={folder} already holds a run; give another folder, or none for a new one")
+    """Raise ShardlabError if the folder already holds a run, or something of the user's that a run would overwrite."""
+    if any((folder / name).exists() for name in (PROVENANCE, EVENTS)):
+        raise ShardlabError(f"run_dir={folder} already holds a run; give another folder, or none for a new one")
+    for pattern in WRITTEN:
+        for path in folder.glob(pattern):
+            raise ShardlabError(
+                f"run_dir={folder} holds {path.name}, which a run would overwrite; "
+                f"give an empty folder or a new one, such as run_dir={folder / 'run'}"
+            )
 
 
-def make_folder(folder: Path, composed: Composed, data: Meta, sweep: Path | None) -> str:
+def refuse_used_sweep(folder: Path) -> None:
+    """Raise ShardlabError if the folder already holds a sweep."""
+    if any((folder / name).exists() for name in (MULTIRUN, SWEEP)):
+        raise ShardlabError(
+            f"hydra.sweep.dir={folder} already holds a sweep; give another folder, or none for a new one"
+        )
+
+
+def make_folder(
+    folder: Path, composed: Composed, data: Meta, sweep: Path | None = None, hydra: DictConfig | None = None
+) -> str:
     """Make and claim the run's folder and write everything that is known beforehand. Returns the run's name.
 
-    sweep: folder of the sweep that the run is a job of. Raises ShardlabError if the folder can't be had.
+    sweep: folder of the sweep that the run is a job of; hydra: Hydra's own node of the config
+    Raises ShardlabError if the folder can't be had.
     """
     name = run_name(composed.config)
     about = provenance(
@@ -48,7 +74,7 @@ def make_folder(folder: Path, composed: Composed, data: Meta, sweep: Path | None
     config = without_credentials(composed.yaml)
     overrides = [f"- {json.dumps(word, ensure_ascii=False)}" for word in about["overrides"]]
     try:
-        (folder / ".hydra").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         refuse_used(folder)
         try:
             claim = (folder / PROVENANCE).open("x", encoding="utf-8")
@@ -59,8 +85,12 @@ def make_folder(folder: Path, composed: Composed, data: Meta, sweep: Path | None
             json.dump(about, claim, indent=2, ensure_ascii=False)
             claim.write("\n")
         (folder / "config.yaml").write_text(config, encoding="utf-8")
+        (folder / ".hydra").mkdir()
         (folder / ".hydra" / "config.yaml").write_text(config, encoding="utf-8")
         (folder / ".hydra" / "overrides.yaml").write_text("\n".join(overrides or ["[]"]) + "\n", encoding="utf-8")
+        if hydra is not None:
+            node = without_credentials(OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra})))
+            (folder / ".hydra" / "hydra.yaml").write_text(node, encoding="utf-8")
     except OSError as error:
         raise ShardlabError(f"run_dir={folder} can't be written: {error.strerror or error}") from error
     return name

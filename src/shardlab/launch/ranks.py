@@ -103,6 +103,7 @@ def run_ranks(
             _watch(crew, signals, poll)
         finally:
             _end(crew)
+    signals.check()  # one that came while the ranks were being ended
     if crew.failures or crew.deaths:
         raise _failed(crew, log_dir)
     return [crew.finished[rank] for rank in range(ranks)]

@@ -11,6 +11,8 @@ from pathlib import Path
 from signal import Signals as Signal
 from typing import TYPE_CHECKING
 
+from omegaconf import DictConfig
+
 from shardlab.config.compose import Composed
 from shardlab.data.prepare import prepare
 from shardlab.data.prepared import read_meta
@@ -41,10 +43,10 @@ class RunFailed(Exception):  # noqa: N818 - it says what happened
         return f"{self.record.name} failed: {self.reason} (more in {self.record.folder}/rank-*.log)"
 
 
-def run(composed: Composed, *, sweep: "Sweep | None" = None) -> RunRecord:
+def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig | None = None) -> RunRecord:
     """Train as a checked config says, and return the run's record.
 
-    sweep: the sweep that this run is a job of
+    sweep: the sweep that this run is a job of; hydra: Hydra's own node of the config, to be kept in the run folder
 
     Raises ShardlabError for what the user can mend, before or after the ranks have started; RunFailed;
     KeyboardInterrupt, or SystemExit(128 + signal) after SIGTERM or SIGHUP. The run's end is written in every case.
@@ -55,7 +57,7 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None) -> RunRecord:
     with Signals() as signals:
         with signals.raising():
             data_dir = prepare(config.dataset, global_batch=config.trainer.global_batch)
-        name = make_folder(folder, composed, read_meta(data_dir), None if sweep is None else sweep.begin())
+        name = make_folder(folder, composed, read_meta(data_dir), None if sweep is None else sweep.begin(), hydra)
         sink = Sink(folder, store_of(config.tracking)) if config.tracking.name == "mlflow" else None
         progress = Progress(folder, name)
 
@@ -88,10 +90,10 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None) -> RunRecord:
             seen = signals.count
             warning = sink.finish(SINK_SECONDS, lambda: signals.count > seen) if sink is not None else None
         record = RunRecord.load(folder)
-        say(record, warning)
-        if ended_by is None:
-            signals.check()  # it came when everything was done
-            return record
+        say(record, warning, reason if status == "KILLED" or signals.received is not None else None)
+    signals.check()  # one that came after the ranks had ended changes no record, but ends the command
+    if ended_by is None:
+        return record
     if isinstance(ended_by, RanksFailed):
         if ended_by.user_error is not None:
             raise ShardlabError(ended_by.user_error) from ended_by
@@ -106,8 +108,11 @@ def end(folder: Path, status: str, reason: str | None, seconds: float) -> None:
     log.close()
 
 
-def say(record: RunRecord, warning: str | None) -> None:
-    """Tell the user how the run ended and where to look: results on standard output, a warning on standard error."""
+def say(record: RunRecord, warning: str | None, reason: str | None) -> None:
+    """Tell the user how the run ended and where to look: results on standard output, the rest on standard error.
+
+    reason: why it ended, where no exception will say it: an interrupt speaks for itself only
+    """
     seconds = record.events[-1].get("seconds", 0.0)
     line = f"{record.name} {record.status.lower()} after {len(record.steps)} steps in {seconds:.1f} s"
     if rate := record.tokens_per_s:
@@ -125,6 +130,8 @@ def say(record: RunRecord, warning: str | None) -> None:
         lines.append(f"  MLflow: {look}")
     try:
         print("\n".join(lines), flush=True)
+        if reason is not None:
+            print(f"{record.name} {record.status.lower()}: {reason}", file=sys.stderr, flush=True)
         if warning is not None:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     except BrokenPipeError:  # nobody reads on; the run is none the worse
