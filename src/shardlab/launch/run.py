@@ -24,6 +24,7 @@ from shardlab.launch.signals import Signals
 from shardlab.tracking.mlflow_sink import SINK_SECONDS, Sink, where_to_look
 from shardlab.tracking.record import EVENTS, EventLog, RunRecord
 from shardlab.tracking.store import store_of
+from shardlab.training.length import run_length
 
 if TYPE_CHECKING:
     from shardlab.launch.sweep import Sweep
@@ -57,7 +58,9 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
     with Signals() as signals:
         with signals.raising():
             data_dir = prepare(config.dataset, global_batch=config.trainer.global_batch)
-        name = make_folder(folder, composed, read_meta(data_dir), None if sweep is None else sweep.begin(), hydra)
+        data = read_meta(data_dir)
+        run_length(config, data)  # too short a run is the user's to mend, before there is a folder
+        name = make_folder(folder, composed, data, None if sweep is None else sweep.begin(), hydra)
         sink = Sink(folder, store_of(config.tracking)) if config.tracking.name == "mlflow" else None
         progress = Progress(folder, name)
 
