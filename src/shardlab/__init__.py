@@ -9,29 +9,33 @@ from typing import TYPE_CHECKING, Any
 from shardlab.errors import ShardlabError
 
 if TYPE_CHECKING:
+    from shardlab.launch.run import RunFailed
     from shardlab.tracking.record import RunRecord
 
 __version__ = "0.1.0"
-__all__ = ["RunRecord", "ShardlabError", "__version__", "train"]
+__all__ = ["RunFailed", "RunRecord", "ShardlabError", "__version__", "train"]
 
 
 def train(overrides: list[str]) -> "RunRecord":
     """Train once, as `shardlab train` does with the same overrides, and return the run's record.
 
-    Raises ShardlabError if the config or the data is wrong, launch.run.RunFailed if the run was started and failed.
+    Raises ShardlabError if the config or the data is wrong, RunFailed if the run was started and failed.
     """
     import sys
 
     from shardlab.config.check import settle
-    from shardlab.config.compose import compose
+    from shardlab.config.compose import composed_from, composing
+    from shardlab.config.overrides import check_overrides
     from shardlab.launch.run import run
 
     if isinstance(overrides, str):
         raise ShardlabError(f"train() takes a list of overrides, such as [{overrides!r}]")
-    composed, notes = settle(compose(list(overrides)))
+    check_overrides(list(overrides))
+    with composing(list(overrides)) as cfg:
+        composed, notes = settle(composed_from(cfg, cfg.hydra))
     for note in notes:
         print(note, file=sys.stderr)
-    return run(composed)
+    return run(composed, hydra=cfg.hydra)
 
 
 def __getattr__(name: str) -> Any:
@@ -39,4 +43,8 @@ def __getattr__(name: str) -> Any:
         from shardlab.tracking.record import RunRecord
 
         return RunRecord
+    if name == "RunFailed":
+        from shardlab.launch.run import RunFailed
+
+        return RunFailed
     raise AttributeError(f"module 'shardlab' has no attribute '{name}'")

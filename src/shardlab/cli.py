@@ -77,7 +77,9 @@ def _dispatch(words: list[str]) -> int:
 
 def _train(words: list[str]) -> int:
     from shardlab.hydra_app import train
+    from shardlab.tracking.store import set_environment
 
+    set_environment()
     return train(words)
 
 
@@ -85,14 +87,21 @@ def _data(words: list[str]) -> int:
     parser = _Parser(prog="shardlab data", description="Fetch and prepare a dataset, or say where it is looked for.")
     parser.add_argument("name", metavar="NAME", help="wikitext2, nsmc, pydoc, synthetic, or a choice of your own")
     parser.add_argument("overrides", metavar="dataset.KEY=VALUE", nargs="*", help="as for train, such as dataset.path=")
+    parser.add_argument("--config-dir", metavar="DIR", help="your own choices: DIR/dataset/NAME.yaml")
     parser.add_argument("--check", action="store_true", help="say what is there and check it; write nothing")
     arguments = parser.parse_intermixed_args(words)
 
-    from shardlab.config.compose import compose
+    from shardlab.config.check import check_dataset
+    from shardlab.config.compose import composed_from, composing
+    from shardlab.config.overrides import check_folders, check_overrides
     from shardlab.data.describe import describe
 
-    composed = compose([f"dataset={arguments.name}", *arguments.overrides])
-    print(describe(composed.config.dataset, check=arguments.check))
+    overrides = [f"dataset={arguments.name}", *arguments.overrides]
+    check_folders(arguments.config_dir, check_overrides(overrides))
+    with composing(overrides, config_dir=arguments.config_dir) as cfg:
+        config = composed_from(cfg, cfg.hydra).config
+    check_dataset(config)
+    print(describe(config.dataset, check=arguments.check))
     return 0
 
 
@@ -132,7 +141,9 @@ def _sync(words: list[str]) -> int:
 
     from shardlab.tracking.mlflow_sink import sync
     from shardlab.tracking.record import find_run
+    from shardlab.tracking.store import set_environment
 
+    set_environment()
     sync(find_run(arguments.run))
     return 0
 

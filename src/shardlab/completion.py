@@ -50,14 +50,14 @@ def _offers(words: list[str], current: str) -> list[str] | tuple[str, ...] | Non
     if len(words) < 2:
         return COMMANDS if words else ()
     command, last = words[1], words[-1]
+    if last in VALUES:
+        return VALUES[last]
     if command == "data":
-        return ("--check",) if len(words) > 2 else packaged_choices("dataset")
+        return ("--check", "--config-dir") if len(words) > 2 else packaged_choices("dataset")
     if command in ("compare", "sync"):
         return ("last",)
     if command != "train":
         return ()
-    if last in VALUES:
-        return VALUES[last]
     return FLAGS if current.startswith("-") else None
 
 

@@ -14,17 +14,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.types import Override
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from shardlab import __version__
 from shardlab.completion import complete
+from shardlab.config import check
 from shardlab.config.complaint import complaint, nearest
 from shardlab.config.compose import COMPOSITION_ERRORS, PACKAGE, VERSION_BASE, composing, to_config
 from shardlab.config.overrides import check_folders, check_overrides
 from shardlab.errors import ShardlabError
-from shardlab.launch.jobs import Jobs, OneJob, SweepJobs, remove_empty
+from shardlab.launch.jobs import Jobs, OneJob, SweepJobs, new_folders, remove_empty
+from shardlab.launch.signals import Signals
+from shardlab.parallel.mesh import mesh_of
 
 
 def train(words: list[str]) -> int:
@@ -44,11 +49,15 @@ def train(words: list[str]) -> int:
     check_folders(flags.config_dir, parsed)
     compose: dict[str, Any] = {"config_name": flags.config_name or "config", "config_dir": flags.config_dir}
     if sweep and not flags.help:
-        return _sweep(words, flags.overrides, rest, parsed, compose)
-    if flags.cfg in ("job", "all"):
+        return _sweep(words, flags.overrides, rest, compose)
+    if not flags.help:
         with composing(flags.overrides, **compose) as cfg:
-            to_config(cfg)  # Hydra would show a key that doesn't exist without a word
-    return _call([*flags.overrides, *rest], OneJob(), words)
+            run_dir = str(cfg.hydra.run.dir)
+            if flags.cfg in ("job", "all"):
+                to_config(cfg)  # Hydra would show a key that doesn't exist without a word
+    if flags.help or flags.cfg:
+        return _call([*flags.overrides, *rest], OneJob())
+    return _call([*flags.overrides, f"hydra.run.dir={quoted(run_dir)}", *rest], OneJob(run_dir), words)
 
 
 def read_words(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -89,37 +98,57 @@ def read_words(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, rest
 
 
-def _sweep(
-    words: list[str], overrides: list[str], rest: list[str], parsed: list[Override], compose: dict[str, Any]
-) -> int:
+def _sweep(words: list[str], overrides: list[str], rest: list[str], compose: dict[str, Any]) -> int:
     """Run each combination. The folder is fixed beforehand, so that a sweep that cannot be composed leaves none."""
+    from shardlab.launch.folder import MULTIRUN, refuse_used_sweep
     from shardlab.launch.sweep import Sweep
 
     with composing(overrides, sweep=True, **compose) as cfg:
         folder = Path(cfg.hydra.sweep.dir)
-        ranks = int(cfg.ranks)
-    for override in parsed:
-        if override.key_or_group == "ranks" and override.is_discrete_sweep():
-            ranks = max((int(value) for value in override.sweep_iterator() if isinstance(value, int)), default=1)
+        loader = GlobalHydra.instance().config_loader()  # it knows the names that a glob stands for
+        parsed = OverridesParser.create(loader).parse_overrides(overrides)
+        jobs_overrides = BasicSweeper.split_arguments(parsed, None)[0] if check.visible_gpus() else []
+    refuse_used_sweep(folder)
     varied = [override.key_or_group for override in parsed if override.is_sweep_override()]
     parent = Sweep(folder, ["shardlab", "train", *words])
-    jobs = SweepJobs(folder, varied, ranks, parent)
-    quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
-    existed, interrupted = folder.exists(), True
-    try:
-        status = _call([*overrides, f"hydra.sweep.dir='{quoted}'", *rest], jobs, words)
-        interrupted = False
-        return status
-    except Exception:
-        interrupted = False
-        raise
-    finally:
-        refused = [row for row in jobs.rows if row.status == "refused"]
-        if len(refused) < len(jobs.rows) or interrupted:
-            parent.finish(interrupted=interrupted, refused=len(refused))
-        elif not existed:
-            (folder / "multirun.yaml").unlink(missing_ok=True)
-            remove_empty(folder)
+    jobs = SweepJobs(folder, varied, _most_ranks(jobs_overrides, compose), parent)
+    new, interrupted = new_folders(folder), True
+    with Signals() as signals:
+        try:
+            with signals.raising():
+                status = _call([*overrides, f"hydra.sweep.dir={quoted(str(folder))}", *rest], jobs, words)
+            interrupted = False
+        except Exception:
+            interrupted = False
+            raise
+        finally:
+            if parent.begun:
+                seen = signals.count
+                refused = sum(row.status == "refused" for row in jobs.rows)
+                parent.finish(interrupted=interrupted, refused=refused, give_up=lambda: signals.count > seen)
+            else:
+                (folder / MULTIRUN).unlink(missing_ok=True)
+                remove_empty(new)
+    signals.check()  # one that came while the end was being written
+    return status
+
+
+def _most_ranks(jobs: list[list[str]], compose: dict[str, Any]) -> int:
+    """The most ranks that any job of a sweep uses; `auto` takes the GPUs only if all jobs fit. jobs: overrides of each.
+
+    Each is composed, for an experiment may choose the strategy. One that cannot be will be refused, and needs none.
+    """
+    most = 1
+    for overrides in jobs:
+        with contextlib.suppress(ShardlabError), composing(overrides, **compose) as cfg:
+            config = to_config(cfg)
+            most = max(most, mesh_of(config.strategy).ranks)
+    return most
+
+
+def quoted(text: str) -> str:
+    """The text as a value of Hydra's grammar."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _call(argv: list[str], jobs: Jobs, words: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
-from shardlab.launch.jobs import remove_empty
+from shardlab.launch.jobs import new_folders, remove_empty
 
 LIGHT = [
     # what is asked                                     what the answer holds
@@ -107,6 +107,7 @@ TABS = [
     ("shardlab train --config-dir mine model=m", {"model=mine"}),
     ("shardlab train --co",                      {"--config-dir", "--config-name"}),
     ("shardlab data w",                          {"wikitext2"}),
+    ("shardlab data pydoc --c",                  {"--check", "--config-dir"}),
     ("shardlab train broken=[ mod",              set()),
 ]  # fmt: skip
 
@@ -135,16 +136,22 @@ def test_tab_completes_after_the_subcommand(own_choices, monkeypatch, tmp_path):
     assert [set(line.split()) for line in ended.stdout.splitlines()] == [offered for _, offered in TABS]
 
 
-def test_only_new_and_empty_folders_are_removed(monkeypatch, tmp_path):
+def test_only_new_and_empty_folders_are_removed():
     """Once it removed the user's current folder, which was empty, too."""
-    Path("kept").mkdir()
-    Path("kept/file").touch()
-    for folder in ("new/a/b", "kept/c/d"):
-        Path(folder).mkdir(parents=True)
-        remove_empty(Path(folder))
-    assert sorted(path.name for path in Path().rglob("*")) == ["file", "kept"]
-    Path("kept/file").unlink()
-    Path("kept").rmdir()
-    Path("runs/x").mkdir(parents=True)
-    remove_empty(Path("runs/x"))
-    assert tmp_path.is_dir()
+    Path("kept/theirs").mkdir(parents=True)
+    for folder in ("new/a/b", "kept/c/d", "kept/theirs", "full/e", ""):
+        new = new_folders(Path(folder))
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        if folder == "full/e":
+            Path("full/file").touch()
+        remove_empty(new)
+    assert {str(path) for path in Path().rglob("*")} == {"kept", "kept/theirs", "full", "full/file"}
+
+
+def test_data_takes_the_users_own_choices(capfd):
+    Path("mine/dataset").mkdir(parents=True)
+    Path("mine/dataset/few.yaml").write_text(
+        "name: synthetic\ntask: language_model\nseq_len: 4\ntrain_tokens: 999\ntrain_rows: 9\n"
+    )
+    assert main(["data", "few", "--config-dir", "mine"]) == 0
+    assert "999 train" in capfd.readouterr().out

@@ -7,6 +7,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+
+from shardlab.errors import ShardlabError
 
 SHORT = ["trainer.steps=2", "trainer.eval_batches=1", "trainer.test=false", "model.n_layers=1"]
 QUIET = [*SHORT, "tracking=none"]
@@ -20,6 +23,8 @@ def test_one_run_leaves_one_folder_that_says_how_it_was_made(shardlab):
     assert {"config.yaml", ".hydra", "events.jsonl", "provenance.json"} <= {
         file.name for file in Path("here/run").iterdir()
     }
+    assert {file.name for file in Path("here/run/.hydra").iterdir()} == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    assert OmegaConf.load("here/run/.hydra/hydra.yaml").hydra.runtime.choices.model == "tiny"
     provenance = json.loads(Path("here/run/provenance.json").read_text())
     assert provenance["command"] == ["shardlab", "train", *QUIET, "--run", "run_dir=here/run", "ranks=2"]
     assert provenance["overrides"] == [*QUIET, "run_dir=here/run", "ranks=2"]
@@ -66,11 +71,11 @@ def test_a_sweep_goes_on_past_a_failed_job_and_ends_with_1(monkeypatch, capfd):
     from shardlab.launch import jobs
     from shardlab.launch import run as launch
 
-    def run(composed, *, sweep=None):
+    def run(composed, *, sweep=None, hydra=None):
         """The launcher, of which every second job is broken by a bug of ours."""
         if composed.config.seed == 2:
             raise RuntimeError("a bug")
-        return real(composed, sweep=sweep)
+        return real(composed, sweep=sweep, hydra=hydra)
 
     real = launch.run
     monkeypatch.setattr(launch, "run", run)
@@ -91,13 +96,56 @@ def test_a_sweep_that_cannot_be_composed_leaves_nothing(words, shardlab):
     assert list(Path().iterdir()) == []
 
 
+def test_a_job_whose_folder_holds_a_run_is_refused(capfd):
+    """Once it was called failed, because there was a folder."""
+    from shardlab.cli import main
+
+    for job in "01":
+        Path("all", job).mkdir(parents=True)
+        Path("all", job, "events.jsonl").touch()
+    before = sorted(Path().rglob("*"))
+    assert main(["train", "-m", *QUIET, "seed=1,2", "hydra.sweep.dir=all"]) == 2
+    assert "job 1 refused: run_dir=all/1 already holds a run" in capfd.readouterr().err
+    assert sorted(Path().rglob("*")) == before
+
+
+DEVICES = [
+    # the sweep's words                                         devices of its jobs, where there is one GPU
+    (["seed=1,2"], ["cuda", "cuda"]),
+    (["strategy=single,ddp"], ["cpu", "cpu"]),
+    (["strategy=glob(*)"], ["cpu", "cpu"]),
+    (["strategy=ddp", "ranks=1,2"], ["cpu", "cpu"]),
+    (["strategy=ddp", "ranks=1", "seed=1,2"], ["cuda", "cuda"]),
+    (["experiment=mine,demo", "--config-dir", "own"], ["cpu", "cpu"]),
+    (["strategy=single,ddp", "runtime.device=cpu"], ["cpu", "cpu"]),
+]
+
+
+@pytest.mark.parametrize(("words", "devices"), DEVICES)
+def test_a_sweep_takes_the_gpus_if_every_job_fits(words, devices, monkeypatch):
+    from shardlab.cli import main
+    from shardlab.launch import run as launch
+
+    def run(composed, *, sweep=None, hydra=None):
+        taken.append(composed.config.runtime.device.name)
+        raise ShardlabError("enough seen")
+
+    taken: list[str] = []
+    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr("shardlab.config.check.visible_gpus", lambda: 1)
+    Path("own/experiment").mkdir(parents=True)
+    Path("own/experiment/mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /strategy: ddp\n")
+    assert main(["train", "-m", *words]) == 2
+    assert taken == devices
+
+
 def test_interrupt_ends_the_whole_sweep(monkeypatch, capfd):
     from shardlab.cli import main
     from shardlab.launch import run as launch
 
     seeds = []
 
-    def run(composed, *, sweep=None):
+    def run(composed, *, sweep=None, hydra=None):
         seeds.append(composed.config.seed)
         raise KeyboardInterrupt
 
@@ -117,10 +165,15 @@ def test_train_from_a_script_without_a_main_guard():
                 shardlab.train(["trainer.stepz=3"])
             except shardlab.ShardlabError as error:
                 print("REFUSED", error)
+            print("FAILED", shardlab.RunFailed.__name__, (record.folder / ".hydra/hydra.yaml").exists())
             """
         )
     )
     ended = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
-    said = [line for line in ended.stdout.splitlines() if line.startswith(("STATUS", "REFUSED"))]
-    assert said == ["STATUS FINISHED 2 True", "REFUSED unknown key 'trainer.stepz'; did you mean 'trainer.steps'?"]
+    said = [line for line in ended.stdout.splitlines() if line.startswith(("STATUS", "REFUSED", "FAILED"))]
+    assert said == [
+        "STATUS FINISHED 2 True",
+        "REFUSED unknown key 'trainer.stepz'; did you mean 'trainer.steps'?",
+        "FAILED RunFailed True",
+    ]

@@ -40,7 +40,7 @@ WRONG = [
     ("train model=null", "model=null is no choice"),
     ("train dataset.name=nsmc", "key 'dataset.seq_len' belongs to dataset=wikitext2"),
     ("train dataset.name=imdb", "unknown dataset.name=imdb"),
-    ("train experiment=typo", "unknown experiment=typo (experiment is one of demo, tutorial_small)"),
+    ("train experiment=typo", "unknown experiment=typo (experiment is one of demo, "),
     ("train experiment=tutorial_smal", "did you mean 'tutorial_small'?"),
     ("train --config-dir nowhere", "nowhere: no such folder"),
     ("train hydra.searchpath=[file://nowhere]", "nowhere: no such folder"),
@@ -79,7 +79,7 @@ WRONG = [
     ("train model.d_model=63 model.n_heads=3", "model.d_model=63 is odd"),
     ("train model.dropout=1.0", "model.dropout=1.0: it must be at least 0 and below 1"),
     ("train scheduler=step scheduler.gamma=1.5", "scheduler.gamma=1.5"),
-    ("train scheduler=cosine trainer.steps=50", "scheduler.warmup_steps=100 leaves nothing of trainer.steps=50"),
+    ("train scheduler=cosine scheduler.warmup_steps=50 trainer.steps=50", "leaves nothing of the run's 50 steps"),
     ("train seed=-1", "a seed lies between 0 and"),
     ("train seed=99999999999999", "a seed lies between 0 and"),
     ("train runtime.threads=0", "runtime.threads=0: it must be at least 1"),
@@ -98,7 +98,20 @@ WRONG = [
     ("model=tiny", "did you mean 'shardlab train model=tiny'?"),
     ("", "which command?"),
     ("compare", "the following arguments are required: RUN"),
+    ("compare broken_yaml", "broken_yaml holds no run: provenance.json and config.yaml, both whole, are needed"),
+    ("compare torn", "torn holds no run"),
+    ("compare not_ours", "not_ours holds no run"),
+    ("sync broken_yaml", "broken_yaml holds no run"),
     ("data wikitext2 --chek", "--chek"),
+    ("data synthetic dataset.train_tokens=-1", "dataset.train_tokens=-1: it must be at least 1"),
+    ("data synthetic --config-dir nowhere", "nowhere: no such folder"),
+    (
+        "train dataset=synthetic dataset.train_tokens=9",
+        "trainer.global_batch=20 leaves no two tokens a row in the 9 train tokens",
+    ),
+    ("train run_dir=theirs", "run_dir=theirs holds config.yaml, which a run would overwrite"),
+    ("train -m seed=1,2 hydra.sweep.dir=swept", "hydra.sweep.dir=swept already holds a sweep; give another folder"),
+    ("train -m seed=1,2 hydra.sweep.dir=swept_too", "hydra.sweep.dir=swept_too already holds a sweep"),
 ]
 
 AS_A_PROCESS = 4
@@ -114,6 +127,15 @@ def _user_folders(tmp_path: Path) -> None:
         "broken/model/words.yaml": "just words\n",
         "broken/model/part.yaml": "name: part\nn_layers: 1\nd_model: 8\nn_heads: 1\n",
         "broken/experiment/typo2.yaml": "# @package _global_\ntrainer:\n  stepz: 3\n",
+        "broken_yaml/provenance.json": '{"id": "a", "name": "b", "started": 1.0}',
+        "broken_yaml/config.yaml": "a: [1",
+        "torn/provenance.json": '{"id": "a',
+        "torn/config.yaml": "seed: 1",
+        "not_ours/provenance.json": '{"builder": "somebody"}',
+        "not_ours/config.yaml": "seed: 1",
+        "theirs/config.yaml": "mine: true",
+        "swept/multirun.yaml": "hydra: {}",
+        "swept_too/sweep.json": "{}",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -15,7 +15,7 @@ def stand_in(module: Any) -> None:
     """Have shardlab.launch.run start ranks that write a small record and meet a fault, on data that are there."""
     data = Path("data").absolute()
     data.mkdir(exist_ok=True)
-    Meta("pydoc", Task.language_model, 5, 0, {"train": 9}, fingerprint=FINGERPRINT).write(data)
+    Meta("pydoc", Task.language_model, 5, 0, {"train": 9999}, fingerprint=FINGERPRINT).write(data)
     module.TRAIN_RANK = "launch_faults:record"
     module.prepare = lambda config, global_batch: data
 

@@ -4,7 +4,9 @@ One sqlite store serves all of them: making one is slow.
 """
 
 import json
+import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,19 @@ def test_a_dead_server_costs_one_warning_and_sync_ships_all_later(
     assert runs["later"].info.status == runs["sweep b"].info.status == "FINISHED"
     assert runs["later"].data.tags["mlflow.parentRunId"] == runs["sweep b"].info.run_id
     assert runs["sweep b"].data.metrics["sweep/best_val_loss"] == 0.3
+
+
+def test_a_run_from_python_leaves_the_users_mlflow_as_it_was(store: str) -> None:
+    """Once their own MLflow was left with one retry, and without its log lines."""
+    import mlflow  # noqa: F401 - it sets its loggers' levels
+
+    loggers = [logging.getLogger(name) for name in ("mlflow", "alembic", "urllib3")]
+    for logger in loggers:
+        logger.setLevel(logging.INFO)
+    before = dict(os.environ)
+    run(composed("none", *tracked(store, "guest")))
+    assert dict(os.environ) == before
+    assert [logger.level for logger in loggers] == [logging.INFO] * 3
 
 
 def test_a_file_store_is_explained(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from launch_parts import FINGERPRINT, composed, stand_in
 from launch_processes import Launcher, wait_until
+from omegaconf import OmegaConf
 
 from shardlab.errors import ShardlabError
 from shardlab.launch import ranks
@@ -27,7 +28,8 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_finished_run_has_a_whole_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    record = run(composed("none", "tracking.uri=http://me:secret@host"))
+    hydra = OmegaConf.create({"overrides": {"task": ["tracking.uri=http://me:secret@host"]}})
+    record = run(composed("none", "tracking.uri=http://me:secret@host"), hydra=hydra)
     assert (record.status, record.reason, record.name) == ("FINISHED", None, "none-ddp2-s1")
     assert record.losses == [1.0, 1 / 2, 1 / 3, 1 / 4]
     assert record.peak_memory == {0: 100, 1: 101}
@@ -35,6 +37,7 @@ def test_a_finished_run_has_a_whole_folder(capsys: pytest.CaptureFixture[str]) -
     assert names == {
         "config.yaml",
         ".hydra/config.yaml",
+        ".hydra/hydra.yaml",
         ".hydra/overrides.yaml",
         "provenance.json",
         "events.jsonl",

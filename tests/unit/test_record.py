@@ -159,6 +159,13 @@ def test_a_run_is_found_by_what_a_user_calls_it(
     make_run(Path("runs/day/a"), "abc111", "tiny-single-s1", started=1)
     make_run(Path("runs/day/b"), "abc222", "tiny-single-s1", started=9)
     make_run(Path("runs/sweeps/0"), "ddd333", "base-single-s1", started=5)
+    for name, theirs in {
+        "provenance.json": '{"builder": {"id": "somebody else\'s"}}',  # at the root: it must not hide what is below
+        "dvc/provenance.json": "[1]",
+        "old/provenance.json": '{"id": "abc1", "name": "x", "started": "yesterday"}',
+    }.items():
+        (Path("runs") / name).parent.mkdir(parents=True, exist_ok=True)
+        (Path("runs") / name).write_text(theirs)
     Path("runs/torn").mkdir()
     Path("runs/torn/provenance.json").write_text("{")
     if found.startswith("runs"):

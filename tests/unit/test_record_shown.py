@@ -3,11 +3,13 @@
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shardlab.config.schema import TrackingConfig
+from shardlab.tracking import sweep_parent
 from shardlab.tracking.points import params, points, tags_of
 from shardlab.tracking.provenance import without_credentials
 from shardlab.tracking.store import Store, problem, store_of, with_credentials
@@ -131,3 +133,23 @@ def test_a_problem_is_one_line_with_advice_and_no_password() -> None:
     )
     files = problem(Store("/x/mlruns", "e"), RuntimeError("set MLFLOW_ALLOW_FILE_STORE=true"))
     assert "tracking.uri=sqlite:///mlflow.db would work" in files
+
+
+def test_a_sweeps_store_is_found_again_whatever_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path with a space once became another store."""
+
+    class Client:
+        """An MLflow without any run, that makes number 7."""
+
+        def search_runs(self, *arguments: object, **keywords: object) -> list[object]:
+            return []
+
+        def create_run(self, *arguments: object, **keywords: object) -> object:
+            return SimpleNamespace(info=SimpleNamespace(run_id="7"))
+
+    store = Store(f"sqlite:///{tmp_path}/my runs/mlflow.db", "my experiment")
+    monkeypatch.setattr(sweep_parent, "open_store", lambda store: (Client(), "1"))
+    sweep_parent.begin_sweep(tmp_path, "abc", ["shardlab"], "me")
+    for _ in range(2):
+        assert sweep_parent.ship_sweep(tmp_path, store) == "7"
+    assert sweep_parent.end_sweep(tmp_path, "FINISHED", {}) == [store]

@@ -6,8 +6,8 @@ a row and lets the others go on. An interrupt ends the whole command.
 """
 
 import contextlib
+import os
 import sys
-import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -19,15 +19,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from shardlab.config.check import settle
-from shardlab.config.compose import Composed, composed_from
+from shardlab.config.compose import composed_from
 from shardlab.errors import ShardlabError
 
 if TYPE_CHECKING:
     from shardlab.launch.sweep import Sweep
     from shardlab.tracking.record import RunRecord
-
-BEGUN = time.time() - 0.05
-"""When this process began, nearly, and a little before: file systems keep time in coarse ticks."""
 
 
 class Jobs(ABC):
@@ -46,21 +43,22 @@ class Jobs(ABC):
 
 
 class OneJob(Jobs):
-    """The job of a command without -m."""
+    """The job of a command without -m. run_dir: its folder, fixed before Hydra makes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_dir: str = "") -> None:
         super().__init__()
+        self.run_dir = run_dir
+        self.new = new_folders(Path(run_dir))
         self.error: Exception | None = None
 
     def run(self, cfg: DictConfig) -> float | None:
         """See Jobs."""
         self.started = True
-        hydra = cast(DictConfig, HydraConfig.get())
         try:
-            return best_loss(_train(composed_from(cfg, hydra)))
+            return best_loss(_train(cfg, self.run_dir))
         except Exception as error:
             self.error = error
-            remove_empty(Path(hydra.runtime.output_dir))
+            remove_empty(self.new)
             return None
 
     def status(self) -> int:
@@ -104,20 +102,18 @@ class SweepJobs(Jobs):
         print(f"job {number}: {what}")
         folder = self.folder / str(hydra.sweep.subdir)
         try:
-            composed = composed_from(cfg, hydra)
-            composed = replace(composed, config=replace(composed.config, run_dir=str(folder)))
-            record = _train(composed, sweep=self.parent, largest_ranks=self.ranks)
+            record = _train(cfg, str(folder), sweep=self.parent, largest_ranks=self.ranks)
         except Exception as error:
-            remove_empty(folder)
-            self._keep(number, what, error, begun=folder.exists())
+            remove_empty([each for each in (folder, *folder.parents) if self.folder in each.parents])
+            self._keep(number, what, error)
             return None
         self.rows.append(Row(number, what, "finished"))
         return best_loss(record)
 
-    def _keep(self, number: int, what: str, error: Exception, begun: bool) -> None:
-        """Say at once what went wrong, and keep it for the table. begun: there is a run that failed with it."""
+    def _keep(self, number: int, what: str, error: Exception) -> None:
+        """Say at once what went wrong, and keep it for the table."""
         if isinstance(error, ShardlabError):
-            status, reason = "failed" if begun else "refused", str(error)
+            status, reason = "failed" if _is_of_a_rank(error) else "refused", str(error)
         elif _is_failed_run(error):
             status, reason = "failed", str(error)
         else:  # a bug: its traceback is wanted, but the other jobs are not to blame
@@ -146,14 +142,19 @@ def table(rows: list[Row], folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _train(composed: Composed, *, sweep: "Sweep | None" = None, largest_ranks: int | None = None) -> "RunRecord":
+def _train(
+    cfg: DictConfig, run_dir: str, *, sweep: "Sweep | None" = None, largest_ranks: int | None = None
+) -> "RunRecord":
+    hydra = cast(DictConfig, HydraConfig.get())
+    composed = composed_from(cfg, hydra)
+    composed = replace(composed, config=replace(composed.config, run_dir=run_dir))
     settled, notes = settle(composed, largest_ranks=largest_ranks)
     for note in notes:
         print(note, file=sys.stderr)
 
     from shardlab.launch.run import run
 
-    return run(settled, sweep=sweep)
+    return run(settled, sweep=sweep, hydra=hydra)
 
 
 def _is_failed_run(error: Exception) -> bool:
@@ -162,23 +163,26 @@ def _is_failed_run(error: Exception) -> bool:
     return isinstance(error, RunFailed)
 
 
+def _is_of_a_rank(error: Exception) -> bool:
+    """Whether a complaint ended a run that had been started."""
+    from shardlab.launch.ranks import RanksFailed
+
+    return isinstance(error.__cause__, RanksFailed)
+
+
 def best_loss(record: "RunRecord") -> float | None:
     """The lowest validation loss of a run, or None if it was never validated."""
     return None if record.best is None else float(record.best["loss"])
 
 
-def remove_empty(folder: Path) -> None:
-    """Remove a folder that Hydra made for a run that never was, with the parents that it made on the way.
+def new_folders(folder: Path) -> list[Path]:
+    """The folder and those above it that don't exist, innermost first: what making it will make."""
+    whole = Path(os.path.abspath(folder))
+    return [each for each in (whole, *whole.parents) if not each.exists()]
 
-    A folder is new if its parent changed after this process began. One that holds something stays, and so do the
-    current folder and those above it.
-    """
-    kept = {Path.cwd(), *Path.cwd().parents}
-    made = []
-    for each in (folder.absolute(), *folder.absolute().parents):
-        if each in kept or not each.is_dir() or each.parent.stat().st_mtime < BEGUN:
-            break
-        made.append(each)
-    with contextlib.suppress(OSError):  # the first one that isn't empty
-        for each in made:
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove folders that Hydra made for a run that never was, up to the first that holds something."""
+    with contextlib.suppress(OSError):
+        for each in folders:
             each.rmdir()

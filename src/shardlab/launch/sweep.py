@@ -6,15 +6,17 @@ not stop it. How the jobs ended is read from their records.
 
 import sys
 import threading
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from shardlab.errors import ShardlabError
 from shardlab.tracking.mlflow_sink import SINK_SECONDS
 from shardlab.tracking.provenance import user, without_credentials
 from shardlab.tracking.record import PROVENANCE, RunRecord
-from shardlab.tracking.store import problem
-from shardlab.tracking.sweep_parent import begin_sweep, end_sweep, ship_sweep
+from shardlab.tracking.store import problem, quiet
+from shardlab.tracking.sweep_parent import SWEEP, begin_sweep, end_sweep, ship_sweep
 
 
 class Sweep:
@@ -24,17 +26,24 @@ class Sweep:
         self.folder = folder.absolute()
         self._command = [without_credentials(word) for word in command]
 
+    @property
+    def begun(self) -> bool:
+        """Whether it has been written down: some job got as far as a folder."""
+        return (self.folder / SWEEP).exists()
+
     def begin(self) -> Path:
         """Write the sweep down if it isn't yet, and return its folder. For each job that gets as far as a folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         begin_sweep(self.folder, uuid.uuid4().hex, self._command, user())
         return self.folder
 
-    def finish(self, *, interrupted: bool = False, refused: int = 0) -> str:
+    def finish(
+        self, *, interrupted: bool = False, refused: int = 0, give_up: Callable[[], bool] = lambda: False
+    ) -> str:
         """Write down how it ended, and have MLflow show it. Returns the status.
 
         FINISHED if no job failed; KILLED if interrupted. refused: jobs that had no run, their config being wrong.
-        A server that can't be written costs one warning line.
+        A server that can't be written costs one warning line; give_up: asked whether to wait for a slow one no more.
         """
         records = self._records()
         failed = sum(record.status != "FINISHED" for record in records)
@@ -46,20 +55,24 @@ class Sweep:
         }
         if losses := [record.best["loss"] for record in records if record.best]:
             metrics["sweep/best_val_loss"] = min(losses)
+        stores = end_sweep(self.folder, status, metrics)
         if not records:
             return status
         problems: list[str] = []
 
         def ship() -> None:
-            for store in end_sweep(self.folder, status, metrics):
+            for store in stores:
                 try:
-                    ship_sweep(self.folder, store)
+                    with quiet():
+                        ship_sweep(self.folder, store)
                 except Exception as error:
                     problems.append(problem(store, error))
 
         shipping = threading.Thread(target=ship, name="mlflow sweep", daemon=True)
         shipping.start()
-        shipping.join(SINK_SECONDS)
+        deadline = time.monotonic() + SINK_SECONDS
+        while shipping.is_alive() and time.monotonic() < deadline and not give_up():
+            shipping.join(0.1)
         if shipping.is_alive():
             problems.append("MLflow has not answered yet")
         for line in problems:

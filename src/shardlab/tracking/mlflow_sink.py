@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 from shardlab.config.schema import TrackingConfig
 from shardlab.errors import ShardlabError
 from shardlab.tracking.points import Point, params, points, tags_of
-from shardlab.tracking.record import EVENTS, PROVENANCE, Event, Tail
-from shardlab.tracking.store import Store, open_store, problem, store_of, with_credentials
+from shardlab.tracking.record import EVENTS, PROVENANCE, Event, RunRecord, Tail
+from shardlab.tracking.store import Store, find_or_create_run, open_store, problem, quiet, store_of, with_credentials
 from shardlab.tracking.sweep_parent import ship_sweep
 
 if TYPE_CHECKING:
@@ -66,6 +66,10 @@ class Shipper:
 
     def ship(self) -> None:
         """Bring over what is new. Raises whatever MLflow does; what it has not taken is brought by the next call."""
+        with quiet():
+            self._ship()
+
+    def _ship(self) -> None:
         if self._client is None:
             self._open()
         client = self._client
@@ -103,17 +107,7 @@ class Shipper:
         client, experiment = open_store(self.store)
         about = json.loads((self.folder / PROVENANCE).read_text(encoding="utf-8"))
         parent = ship_sweep(Path(about["sweep"]), self.store) if about.get("sweep") else None
-        found = client.search_runs([experiment], f"tags.`shardlab.id` = '{about['id']}'", max_results=1)
-        if found:
-            self._run = found[0].info.run_id
-        else:
-            made = client.create_run(
-                experiment,
-                run_name=about["name"],
-                start_time=int(about["started"] * 1000),
-                tags=run_tags(about, parent),
-            )
-            self._run = made.info.run_id
+        self._run = find_or_create_run(client, experiment, about, run_tags(about, parent))
         values, long = params(OmegaConf.to_container(OmegaConf.load(self.folder / "config.yaml")))  # type: ignore[arg-type]
         for batch in _batches([Param(key, value) for key, value in values.items()], PARAM_BATCH):
             client.log_batch(self._run, params=batch)
@@ -201,8 +195,9 @@ def sync(folder: Path) -> int:
     """Ship a run's record from its beginning; harmless for what MLflow has already. Returns the number of points.
 
     It goes where the run went before, else where its config or MLflow's environment variables say now. Prints where.
-    Raises ShardlabError if MLflow can't be written.
+    Raises ShardlabError if the folder holds no whole run, or if MLflow can't be written.
     """
+    RunRecord.load(folder)
     shipper = Shipper(folder)
     try:
         shipper.ship()
@@ -233,7 +228,6 @@ def where_to_look(folder: Path) -> str | None:
 def run_tags(about: dict[str, Any], parent: str | None) -> dict[str, str]:
     """The tags of a new MLflow run. about: provenance; parent: id of the sweep's MLflow run."""
     tags = {
-        "shardlab.id": about["id"],
         "shardlab.host": about["host"],
         "shardlab.pid": str(about["pid"]),
         "shardlab.boot_id": about["boot_id"],

@@ -138,16 +138,19 @@ class RunRecord:
     def load(cls, folder: Path) -> "RunRecord":
         """Read a run's folder. Raises ShardlabError if it holds none."""
         from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+        from yaml import YAMLError
 
+        provenance = read_provenance(folder)
         try:
-            provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
             config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-        except (OSError, ValueError) as error:
-            raise ShardlabError(f"{folder} holds no run: {PROVENANCE} and config.yaml are needed") from error
+        except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+            config = None
+        if provenance is None or not isinstance(config, dict):
+            raise ShardlabError(f"{folder} holds no run: {PROVENANCE} and config.yaml, both whole, are needed")
         events = read_events(folder / EVENTS)
         others = [event for path in folder.glob("rank-*.jsonl") for event in read_events(path)]
         ranks = {event["rank"]: event for event in [*events, *others] if event["event"] == "rank"}
-        assert isinstance(config, dict)
         return cls(
             folder=folder,
             id=provenance["id"],
@@ -231,14 +234,22 @@ def find_run(text: str, root: Path = Path("runs")) -> Path:
     raise ShardlabError(f"{len(found)} runs in {root} are called {text!r}; give more of one of the ids: {ids}")
 
 
+def read_provenance(folder: Path) -> dict[str, Any] | None:
+    """What a run's provenance.json says; None if there is none that is a run's and whole."""
+    try:
+        about = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        if all(isinstance(about[key], kind) for key, kind in (("id", str), ("name", str), ("started", (int, float)))):
+            return dict(about)
+    except (OSError, ValueError, TypeError, KeyError):  # its launcher was killed in the first moment, or not ours
+        pass
+    return None
+
+
 def _runs_below(root: Path) -> dict[Path, dict[str, Any]]:
     """Provenance of the runs below a folder, by folder. A run's folder holds no other runs."""
     runs = {}
     for at, folders, files in os.walk(root):
-        if PROVENANCE in files:
+        if PROVENANCE in files and (about := read_provenance(Path(at))) is not None:
             folders.clear()
-            try:
-                runs[Path(at)] = json.loads((Path(at) / PROVENANCE).read_text(encoding="utf-8"))
-            except ValueError:  # its launcher was killed in the first moment
-                continue
+            runs[Path(at)] = about
     return runs

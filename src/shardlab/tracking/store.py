@@ -8,9 +8,10 @@ belongs to the user's own code. MLflow is imported in here only, because it take
 import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from shardlab.config.schema import TrackingConfig
@@ -29,6 +30,31 @@ SETTINGS = {
     "GIT_PYTHON_REFRESH": "quiet",
 }
 """Environment of MLflow, each unless the user has set it."""
+
+CHATTY = ("mlflow", "alembic", "urllib3")
+"""The loggers that speak while a run is shipped."""
+
+
+def set_environment() -> None:
+    """Apply SETTINGS to this process: for the command alone, since in a user's own they would hold for their MLflow."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Have MLflow's loggers say nothing below an error meanwhile."""
+    import mlflow  # noqa: F401 - it sets the levels, which must have happened
+
+    loggers = [logging.getLogger(name) for name in CHATTY]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @dataclass(frozen=True)
@@ -77,14 +103,10 @@ def with_credentials(store: Store) -> Store:
 
 def open_store(store: Store) -> "tuple[MlflowClient, str]":
     """A client, and the id of the MLflow experiment, made if it isn't there. Raises whatever MLflow does."""
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 
-    for chatty in ("mlflow", "alembic", "urllib3"):
-        logging.getLogger(chatty).setLevel(logging.ERROR)
-    with _alone(store):
+    with quiet(), _alone(store):
         client = MlflowClient(tracking_uri=store.uri)
         found = client.get_experiment_by_name(store.experiment)
         if found is None:
@@ -95,6 +117,19 @@ def open_store(store: Store) -> "tuple[MlflowClient, str]":
                 if found is None:
                     raise
         return client, str(found.experiment_id)
+
+
+def find_or_create_run(client: "MlflowClient", experiment: str, about: dict[str, Any], tags: dict[str, str]) -> str:
+    """The id of the MLflow run that carries our id, made if there is none. Raises whatever MLflow does.
+
+    about: id, name and start (unix seconds) of the run or sweep; tags: of a new MLflow run
+    """
+    found = client.search_runs([experiment], f"tags.`shardlab.id` = '{about['id']}'", max_results=1)
+    if found:
+        return str(found[0].info.run_id)
+    started = int(about["started"] * 1000)
+    tags = {"shardlab.id": about["id"], **tags}
+    return str(client.create_run(experiment, run_name=about["name"], start_time=started, tags=tags).info.run_id)
 
 
 def _alone(store: Store) -> contextlib.AbstractContextManager[object]:

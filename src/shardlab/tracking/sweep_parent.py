@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.tracking.points import finite
-from shardlab.tracking.store import Store, open_store, with_credentials
+from shardlab.tracking.store import Store, find_or_create_run, open_store, with_credentials
 
 SWEEP = "sweep.json"
 
@@ -20,7 +20,8 @@ SWEEP = "sweep.json"
 def write_sweep(folder: Path, about: dict[str, Any]) -> None:
     """Write sweep.json, whole or not at all.
 
-    about: id, name, command, user, started; once it has ended: status, ended, metrics; links: MLflow id by store
+    about: id, name, command, user, started; once it has ended: status, ended, metrics
+    links: the MLflow runs that show it, each with uri, experiment and run_id
     """
     new = folder / f"{SWEEP}.{os.getpid()}"
     new.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
@@ -50,27 +51,19 @@ def ship_sweep(folder: Path, store: Store) -> str | None:
 
     with FileLock(folder / f"{SWEEP}.lock"):
         about = read_sweep(folder)
-        links = about.setdefault("links", {})
-        where = f"{store.shown} {store.experiment}"
-        if where not in links:
+        links = about.setdefault("links", [])
+        where = {"uri": store.shown, "experiment": store.experiment}
+        parent = next((str(link["run_id"]) for link in links if link.items() >= where.items()), None)
+        if parent is None:
             tags = {
-                "shardlab.id": about["id"],
                 "mlflow.user": about["user"],
                 "mlflow.source.name": " ".join(about["command"])[:1000],
                 "mlflow.source.type": "LOCAL",
                 "shardlab.command": " ".join(about["command"])[:5000],
             }
-            found = client.search_runs([experiment], f"tags.`shardlab.id` = '{about['id']}'", max_results=1)
-            run = (
-                found[0]
-                if found
-                else client.create_run(
-                    experiment, run_name=about["name"], start_time=int(about["started"] * 1000), tags=tags
-                )
-            )
-            links[where] = run.info.run_id
+            parent = find_or_create_run(client, experiment, about, tags)
+            links.append({**where, "run_id": parent})
             write_sweep(folder, about)
-        parent = str(links[where])
         if "status" in about:
             ended = int(about["ended"] * 1000)
             metrics = [Metric(key, finite(value), ended, 0) for key, value in about["metrics"].items()]
@@ -96,4 +89,4 @@ def end_sweep(folder: Path, status: str, metrics: dict[str, float]) -> list[Stor
     with FileLock(folder / f"{SWEEP}.lock"):
         about = read_sweep(folder)
         write_sweep(folder, {**about, "status": status, "ended": time.time(), "metrics": metrics})
-    return [with_credentials(Store(*where.split(" ", 1))) for where in about.get("links", {})]
+    return [with_credentials(Store(link["uri"], link["experiment"])) for link in about.get("links", [])]

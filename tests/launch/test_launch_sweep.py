@@ -1,0 +1,75 @@
+"""A sweep's end is written whatever ends it, and a signal between its jobs is not lost."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from launch_parts import composed, stand_in
+from launch_processes import Launcher
+
+from shardlab.launch import run as run_module
+from shardlab.launch import sweep as sweep_module
+from shardlab.launch.sweep import Sweep
+from shardlab.tracking.store import Store
+
+CODE = """
+import os, signal, sys
+from launch_parts import stand_in
+from shardlab.cli import main
+from shardlab.launch import jobs, run, sweep
+stand_in(run)
+
+def struck(function):
+    def strike(*arguments, **keywords):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return function(*arguments, **keywords)
+    return strike
+
+moment, fault = sys.argv[1:]
+if moment == "between jobs":
+    jobs.best_loss = struck(jobs.best_loss)
+elif moment == "at the end":
+    sweep.end_sweep = struck(sweep.end_sweep)
+words = ["strategy=ddp", "tracking=none", "hydra.sweep.dir=all", f"model.name={fault}", "seed=1,2"]
+sys.exit(main(["train", "-m", *words]))
+"""
+
+ENDS = [
+    # moment of SIGTERM   rank 1 meets    exit status   sweep's status   jobs finished, failed, refused
+    ("none", "none", 0, "FINISHED", (2, 0, 0)),
+    ("none", "user error", 1, "FAILED", (0, 2, 0)),
+    ("between jobs", "none", 143, "KILLED", (1, 0, 0)),
+    ("at the end", "none", 143, "FINISHED", (2, 0, 0)),
+]
+
+
+@pytest.mark.parametrize(("moment", "fault", "exit_status", "status", "counts"), ENDS)
+def test_the_end_of_a_sweep_is_written(
+    tmp_path: Path, moment: str, fault: str, exit_status: int, status: str, counts: tuple[int, int, int]
+) -> None:
+    launcher = Launcher(CODE, tmp_path, moment, fault)
+    try:
+        assert launcher.end(seconds=60) == exit_status, launcher.output
+    finally:
+        launcher.kill()
+    about = json.loads((tmp_path / "all" / "sweep.json").read_text())
+    assert about["status"] == status
+    assert tuple(about["metrics"][f"sweep/jobs_{end}"] for end in ("finished", "failed", "refused")) == counts
+
+
+def test_a_signal_ends_the_wait_for_a_slow_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("TRAIN_RANK", "prepare"):
+        monkeypatch.setattr(run_module, name, getattr(run_module, name))
+    stand_in(run_module)
+    sweep, answered = Sweep(Path("all"), ["shardlab"]), threading.Event()
+    run_module.run(composed("none", "run_dir=all/0"), sweep=sweep)
+    monkeypatch.setattr(sweep_module, "SINK_SECONDS", 120)
+    monkeypatch.setattr(sweep_module, "end_sweep", lambda *_: [Store("http://slow", "e")])
+    monkeypatch.setattr(sweep_module, "ship_sweep", lambda *_: answered.wait(20))
+    assert sweep.finish(give_up=lambda: True) == "FINISHED"
+    assert not answered.is_set()
+    assert "MLflow has not answered yet; to ship the sweep's end later" in capsys.readouterr().err
+    answered.set()
