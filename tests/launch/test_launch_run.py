@@ -13,6 +13,7 @@ from launch_parts import FINGERPRINT, composed, stand_in
 from launch_processes import Launcher, wait_until
 from omegaconf import OmegaConf
 
+from shardlab.cli import main
 from shardlab.errors import ShardlabError
 from shardlab.launch import ranks
 from shardlab.launch import run as run_module
@@ -108,6 +109,14 @@ def test_a_failed_run_says_why_in_its_record(fault: str, kind: type[Exception], 
     record = RunRecord.load(Path("run"))
     assert (record.status, record.reason) == ("FAILED", reason)
     assert reason in str(raised.value)
+
+
+def test_the_command_says_once_why_its_run_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "strategy=ddp", "tracking=none", "run_dir=run", "model.name=kill"]) == 1
+    said = [line for line in capfd.readouterr().err.splitlines() if "SIGKILL" in line]
+    assert said == [
+        "kill-ddp2-s1 failed: rank 1 was killed by SIGKILL (out of memory?) (more in run/rank-*.log)",
+    ]
 
 
 def test_a_line_torn_by_a_killed_rank_is_cut_before_the_end_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
