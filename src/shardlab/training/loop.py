@@ -58,7 +58,7 @@ def train(training: Training, log: EventLog, run_dir: Path, total_steps: int, ep
     """All steps, the evaluations between them, and the best model's test."""
     config = training.config
     trainer = config.trainer
-    best = float("inf")
+    best, best_step = float("inf"), 0
     last = time.perf_counter()
     for step, epoch, batch in steps(training, total_steps, epoch_steps):
         lr = learning_rate(config.scheduler, config.optimizer.lr, step, epoch_steps, total_steps)
@@ -77,8 +77,8 @@ def train(training: Training, log: EventLog, run_dir: Path, total_steps: int, ep
             )
         if step == total_steps or step % (trainer.eval_every or epoch_steps) == 0:
             loss = report(training, log, "val", step)
-            if loss < best or (step == total_steps and best == float("inf")):
-                best = loss
+            if loss < best or (step == total_steps and best_step == 0):  # a loss of NaN is no best, but a last resort
+                best, best_step = loss, step
                 save_best(training, run_dir)
                 if training.mesh.rank == 0:
                     log.write("best", step=step, loss=loss)
@@ -88,7 +88,7 @@ def train(training: Training, log: EventLog, run_dir: Path, total_steps: int, ep
         if training.mesh.mesh.ranks > 1:
             dist.barrier()  # rank 0 has written the best model
         load_best(training, run_dir)
-        report(training, log, "test", total_steps)
+        report(training, log, "test", best_step)
 
 
 def steps(training: Training, total_steps: int, epoch_steps: int) -> Iterator[tuple[int, int, Batch]]:
@@ -109,7 +109,7 @@ def steps(training: Training, total_steps: int, epoch_steps: int) -> Iterator[tu
 
 
 def report(training: Training, log: EventLog, split: str, step: int) -> float:
-    """Evaluate on a split and write it down; returns the loss."""
+    """Evaluate on a split and write it down; returns the loss. step: the one whose model this is."""
     started = time.perf_counter()
     values = evaluate(training, split, training.config.trainer.eval_batches)
     if training.mesh.rank == 0:
