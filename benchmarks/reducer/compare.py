@@ -52,7 +52,7 @@ def make(size: str) -> Transformer:
     return model
 
 
-def summed(bucket_owner: object, bucket: dist.GradBucket) -> torch.futures.Future:
+def summed(bucket_owner: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's gradient hook that sums instead of averaging."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])

@@ -19,8 +19,9 @@ from torch.distributed import ProcessGroup, Work
 
 from shardlab.parallel.table import Entry
 
-BUCKET_BYTES = 25 * 2**20
-"""Large enough to amortise a collective's start, small enough that the first ones leave early (DDP's choice too)."""
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+"""Sizes at which a bucket is closed: large enough to amortise a collective's start, the first one small so that it
+leaves early. DDP's own choice (Li et al. 2020, section 3.2.3)."""
 
 
 class GradientSum:
@@ -48,7 +49,7 @@ class GradientSum:
         for parameter in reversed(self._parameters):
             bucket.append(parameter)
             size += parameter.numel() * parameter.element_size()
-            if size >= BUCKET_BYTES:
+            if size >= (BUCKET_BYTES if self._buckets else FIRST_BUCKET_BYTES):
                 self._close_bucket(bucket)
                 bucket, size = [], 0
         if bucket:
