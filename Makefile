@@ -7,13 +7,13 @@
 ifdef PYTHON
 python := $(PYTHON)
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
-environment :=
+environment := check
 else
 python := .venv/bin/python
 environment := .venv/installed
 endif
 
-.PHONY: demo test lint venv
+.PHONY: demo test lint venv check
 
 demo: $(environment)
 	$(python) -m shardlab train -m experiment=demo strategy=single,ddp
@@ -29,6 +29,10 @@ lint: $(environment)
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
+
+check:
+	@$(python) -c "import hydra, mlflow, pytest, torch, torchdata, torchtext" 2>/dev/null || \
+		(echo "$(python) lacks packages of shardlab: leave PYTHON away, or pip install -c constraints.txt -e '.[dev]'" && exit 1)
 
 venv: .venv/installed
 

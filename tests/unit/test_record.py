@@ -145,7 +145,8 @@ RUNS = [
     ("abc111", "runs/day/a"),
     ("abc1", "runs/day/a"),
     ("base-single-s1", "runs/sweeps/0"),
-    ("tiny-single-s1", "2 runs in runs are called 'tiny-single-s1'; give more of one of the ids: abc"),
+    ("f00d", "runs/day/b"),  # MLflow's id
+    ("tiny-single-s1", "2 runs in runs are called 'tiny-single-s1'; give an id or a folder, the latest first: abc222"),
     ("abc", "2 runs in runs are called 'abc'"),
     ("nothing", "no run 'nothing' in runs"),
 ]
@@ -166,6 +167,7 @@ def test_a_run_is_found_by_what_a_user_calls_it(
     }.items():
         (Path("runs") / name).parent.mkdir(parents=True, exist_ok=True)
         (Path("runs") / name).write_text(theirs)
+    Path("runs/day/b/mlflow.json").write_text('{"run_id": "f00dcafe"}')
     Path("runs/torn").mkdir()
     Path("runs/torn/provenance.json").write_text("{")
     if found.startswith("runs"):

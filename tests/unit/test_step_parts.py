@@ -1,13 +1,14 @@
 """The small parts of a step against torch's and scikit-learn's own: cut, mesh, norm, learning rate, metrics."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from sklearn.metrics import accuracy_score, f1_score, precision_score, recall_score
 from torch import nn
 
-from shardlab.analysis.table import difference
+from shardlab.analysis.table import difference, training_of
 from shardlab.config.schema import (
     Config,
     ConstantConfig,
@@ -24,6 +25,7 @@ from shardlab.parallel.loss import summed_cross_entropy
 from shardlab.parallel.mesh import AXES, Mesh
 from shardlab.parallel.microbatch import IGNORE, parts, share, take
 from shardlab.parallel.table import Constant, Entry, ParameterTable, held
+from shardlab.tracking.record import RunRecord
 from shardlab.training.evaluation import count, metrics
 from shardlab.training.learning_rate import learning_rate
 from shardlab.training.length import run_length
@@ -220,3 +222,22 @@ DIFFERENCES = [
 @pytest.mark.parametrize(("reference", "losses", "shown"), DIFFERENCES)
 def test_a_diverged_run_is_never_shown_as_the_same(reference, losses, shown):
     assert difference(reference, losses) == shown
+
+
+RUNS = [
+    # name, what its config says -> the run that it is held against
+    ("single-1", {"seed": 1, "ranks": 1}, "single-1"),
+    ("single-2", {"seed": 2, "ranks": 1}, "single-2"),
+    ("ddp-1", {"seed": 1, "ranks": 2, "run_dir": "elsewhere", "runtime": {"threads": 1}}, "single-1"),
+    ("cut-2", {"seed": 2, "ranks": 1, "trainer": {"micro_batch": 4, "clip": 1.0}}, "single-2"),
+    ("clip-2", {"seed": 2, "ranks": 1, "trainer": {"clip": 2.0}}, "clip-2"),
+]
+
+
+def test_a_run_is_held_against_the_one_that_was_to_be_the_same():
+    """A sweep over seeds and strategies would otherwise compare each seed with the first."""
+    first = {}
+    for name, config, reference in RUNS:
+        whole = {"trainer": {"clip": 1.0}, **config}
+        record = RunRecord(Path(), name, name, whole, {}, [], [])
+        assert first.setdefault(training_of(record), name) == reference

@@ -1,11 +1,13 @@
 """Runs side by side, from their records: the table that `shardlab compare` and `make demo` print.
 
-The loss difference is taken over all steps against the first run of the table: the largest |a - b| / |a|. Runs of
-unlike length are compared over their common steps, and the table says how many.
+The loss difference, the largest |a - b| / |a| over the steps, is taken against the first run above that was to be the
+same: one whose config differs in nothing but how the work was split. Where there is none it shows '-'. Runs of unlike
+length are compared over their common steps, and the table says how many.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -13,6 +15,11 @@ from shardlab.errors import ShardlabError
 from shardlab.tracking.record import RunRecord
 
 MIB = 2**20
+SPLIT = ("ranks", "strategy", "run_dir", "runtime", "tracking")
+"""Keys of a config that don't enter what is computed."""
+
+CUT = ("micro_batch", "micro_batches", "test")
+"""Nor do these of its trainer."""
 
 
 def compare(folders: list[Path]) -> str:
@@ -20,20 +27,30 @@ def compare(folders: list[Path]) -> str:
     records = [RunRecord.load(folder) for folder in folders]
     if not records:
         raise ShardlabError("nothing to compare: name at least one run")
-    return text_table([row(record, records[0]) for record in records])
+    first: dict[str, RunRecord] = {}
+    for record in records:
+        first.setdefault(training_of(record), record)
+    return text_table([row(record, first[training_of(record)]) for record in records])
+
+
+def training_of(record: RunRecord) -> str:
+    """What a run was to compute, as text: its config without how it was split, where it ran and where it is kept."""
+    config = {key: value for key, value in record.config.items() if key not in SPLIT}
+    config["trainer"] = {key: value for key, value in config["trainer"].items() if key not in CUT}
+    return json.dumps(config, sort_keys=True, default=str)
 
 
 def row(record: RunRecord, reference: RunRecord) -> dict[str, str]:
-    """What one run shows. Its loss is the last step's."""
+    """What one run shows. reference: the run that it is held against."""
     shown = {"run": record.name, "status": record.status}
     shown["steps"] = str(len(record.losses))
-    shown["loss"] = f"{record.losses[-1]:.4f}" if record.losses else "-"
+    shown["last loss"] = f"{record.losses[-1]:.4f}" if record.losses else "-"
     for split in ("val", "test"):
         for metric in ("perplexity", "accuracy"):
             values = [event[metric] for event in record.evals(split) if metric in event]
             if values:
                 best = values[-1] if split == "test" else (min if metric == "perplexity" else max)(values)
-                shown[f"{split} {metric}"] = f"{best:.4g}"
+                shown[f"{split} {metric}"] = f"{best:.2f}" if metric == "perplexity" else f"{best:.4f}"
     speed = record.tokens_per_s
     shown["tokens/s"] = f"{speed:,.0f}" if speed else "-"
     peaks = record.peak_memory

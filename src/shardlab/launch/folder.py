@@ -16,9 +16,8 @@ from shardlab.config.schema import Config
 from shardlab.data.prepared import Meta
 from shardlab.errors import ShardlabError
 from shardlab.parallel.mesh import mesh_of
-from shardlab.tracking.mlflow_sink import LINK
 from shardlab.tracking.provenance import provenance, without_credentials
-from shardlab.tracking.record import EVENTS, PROVENANCE
+from shardlab.tracking.record import EVENTS, LINK, PROVENANCE
 from shardlab.tracking.sweep_parent import SWEEP
 
 MULTIRUN = "multirun.yaml"

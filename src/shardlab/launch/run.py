@@ -63,6 +63,8 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
         name = make_folder(folder, composed, data, None if sweep is None else sweep.begin(), hydra)
         sink = Sink(folder, store_of(config.tracking)) if config.tracking.name == "mlflow" else None
         progress = Progress(folder, name)
+        ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
+        print(f"{name}: starting {ranks} on {config.runtime.device.name}, {folder}", file=sys.stderr, flush=True)
 
         def watch() -> None:
             progress.update()

@@ -22,15 +22,12 @@ from omegaconf import OmegaConf
 from shardlab.config.schema import TrackingConfig
 from shardlab.errors import ShardlabError
 from shardlab.tracking.points import Point, params, points, tags_of
-from shardlab.tracking.record import EVENTS, PROVENANCE, Event, RunRecord, Tail
+from shardlab.tracking.record import EVENTS, LINK, PROVENANCE, Event, RunRecord, Tail
 from shardlab.tracking.store import Store, find_or_create_run, open_store, problem, quiet, store_of, with_credentials
 from shardlab.tracking.sweep_parent import ship_sweep
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
-
-LINK = "mlflow.json"
-"""In the run's folder: which MLflow run, in which store, shows this run."""
 
 BATCH = 1000
 """Points in one call; a server takes no more."""

@@ -15,6 +15,10 @@ LONGEST_PARAM = 6000
 """Characters of a param's value; MLflow cuts longer ones with a mere warning."""
 
 
+SHOWN_OF_START = ("mesh", "ranks", "parameters", "vocab_size", "total_steps", "epoch_steps", "backend", "fingerprint")
+"""What of the `start` event becomes a tag; the many facts of the dataset stay in the record."""
+
+
 class Point(NamedTuple):
     """One value of a metric. timestamp: milliseconds."""
 
@@ -34,7 +38,7 @@ def points(event: Event) -> Iterator[Point]:
             values["perf/tokens_per_s"] = event["tokens"] / event["seconds"]
             values["perf/step_seconds"] = event["seconds"]
     elif kind == "eval":
-        about = ("event", "time", "split", "step")
+        about = ("event", "time", "split", "step", "targets", "seconds")
         values = {f"{event['split']}/{key}": value for key, value in event.items() if key not in about}
     elif kind == "best":
         values = {"val/best_loss": event.get("loss")}
@@ -53,7 +57,7 @@ def finite(value: float) -> float:
 def tags_of(event: Event) -> dict[str, str]:
     """What `start` and `end` say about the whole run, as tags."""
     if event["event"] == "start":
-        return {f"shardlab.{key}": word(value) for key, value in leaves(event) if key not in ("event", "time")}
+        return {f"shardlab.{key}": word(event[key]) for key in SHOWN_OF_START if key in event}
     if event["event"] == "end" and event.get("reason"):
         return {"shardlab.reason": str(event["reason"])[:LONGEST_PARAM]}
     return {}

@@ -23,6 +23,8 @@ Event = dict[str, Any]
 
 EVENTS = "events.jsonl"
 PROVENANCE = "provenance.json"
+LINK = "mlflow.json"
+"""In the run's folder: which MLflow run, in which store, shows this run."""
 
 
 class EventLog:
@@ -212,7 +214,7 @@ class RunRecord:
 
 
 def find_run(text: str, root: Path = Path("runs")) -> Path:
-    """The folder of a run that the user names: its folder, `last`, its id or the start of it, or its name.
+    """The folder of a run that the user names: its folder, `last`, its id or MLflow's or the start of one, or its name.
 
     root: where run folders are looked for, at any depth
     Raises ShardlabError if there is none, or more than one.
@@ -225,13 +227,27 @@ def find_run(text: str, root: Path = Path("runs")) -> Path:
     if text == "last":
         return max(runs, key=lambda folder: float(runs[folder]["started"]))
     found = [folder for folder, run in runs.items() if text in (run["id"], run["name"])]
-    found = found or [folder for folder, run in runs.items() if run["id"].startswith(text)]
+    found = found or [
+        folder for folder, run in runs.items() if run["id"].startswith(text) or _mlflow_id(folder).startswith(text)
+    ]
     if len(found) == 1:
         return found[0]
     if not found:
         raise ShardlabError(f"no run {text!r} in {root}; a RUN is its id or the start of it, its name, folder, or last")
-    ids = ", ".join(runs[folder]["id"][:8] for folder in found[:8])
-    raise ShardlabError(f"{len(found)} runs in {root} are called {text!r}; give more of one of the ids: {ids}")
+    latest = sorted(found, key=lambda folder: float(runs[folder]["started"]), reverse=True)
+    shown = ", ".join(f"{runs[folder]['id'][:8]} ({folder})" for folder in latest[:5])
+    more = ", ..." if len(found) > 5 else ""
+    raise ShardlabError(
+        f"{len(found)} runs in {root} are called {text!r}; give an id or a folder, the latest first: {shown}{more}"
+    )
+
+
+def _mlflow_id(folder: Path) -> str:
+    """The id under which MLflow shows a run; a word that no id starts with, where it doesn't."""
+    try:
+        return str(json.loads((folder / LINK).read_text(encoding="utf-8"))["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "-"
 
 
 def read_provenance(folder: Path) -> dict[str, Any] | None:
