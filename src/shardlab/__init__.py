@@ -4,6 +4,7 @@ From Python: `record = shardlab.train(["model=tiny", "strategy=ddp", "ranks=2"])
 nothing; torch, Hydra and MLflow are loaded by what needs them.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import ShardlabError
@@ -16,7 +17,7 @@ __version__ = "0.1.0"
 __all__ = ["RunFailed", "RunRecord", "ShardlabError", "__version__", "train"]
 
 
-def train(overrides: list[str]) -> "RunRecord":
+def train(overrides: Iterable[str]) -> "RunRecord":
     """Train once, as `shardlab train` does with the same overrides, and return the run's record.
 
     Raises ShardlabError if the config or the data is wrong, RunFailed if the run was started and failed.
@@ -28,10 +29,11 @@ def train(overrides: list[str]) -> "RunRecord":
     from shardlab.config.overrides import check_overrides
     from shardlab.launch.run import run
 
-    if isinstance(overrides, str):
-        raise ShardlabError(f"train() takes a list of overrides, such as [{overrides!r}]")
-    check_overrides(list(overrides))
-    with composing(list(overrides)) as cfg:
+    if isinstance(overrides, str | Mapping) or not isinstance(overrides, Iterable):
+        raise ShardlabError(f"train() takes a list of overrides such as ['model=tiny'], not {overrides!r}")
+    words = list(overrides)
+    check_overrides(words)
+    with composing(words) as cfg:
         composed, notes = settle(composed_from(cfg, cfg.hydra))
     for note in notes:
         print(note, file=sys.stderr)

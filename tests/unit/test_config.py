@@ -1,6 +1,7 @@
 """A config composes to one typed thing, reads back from its own YAML, and leaves Hydra as it was found."""
 
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from shardlab.config.check import check, settle, visible_gpus
-from shardlab.config.compose import compose, config_yaml, to_config
+from shardlab.config.compose import compose, composing, config_yaml, to_config
 from shardlab.config.optimizers import optimizers
 from shardlab.config.overrides import GROUPS, packaged_choices
 from shardlab.config.schema import CosineConfig, Device, Norm, NsmcConfig, Precision, PydocConfig
@@ -168,8 +169,61 @@ def test_gpus_are_counted_without_torch(files, built_for, shown, visible, monkey
 
 REFUSED = [
     (["strategy=ddp", "ranks=21"], "strategy.replicate=21 exceeds the 20 rows of trainer.global_batch"),
+    (["runtime.threads=1000000"], "runtime.threads=1000000: at most [0-9]+ is taken"),
+    (["strategy=ddp", "ranks=5000", "trainer.global_batch=5000"], "ranks=5000: at most"),
+    (["model.d_ff=100000000000000"], "model.d_ff=100000000000000: at most"),
+    (["model.n_layers=999999999999"], "model.n_layers=999999999999: at most"),
+    (["dataset.seq_len=1000000000000"], "dataset.seq_len=1000000000000: at most"),
+    (["dataset=synthetic", "dataset.train_tokens=1000000000000"], "at most 100000000 is taken"),
+    (["trainer.steps=99999999999999999999999999"], "trainer.steps=99999999999999999999999999: at most"),
+    (["optimizer.kwargs.betas=[0.9]"], "optimizer.kwargs: AdamW refuses"),
+    (["dataset.path='~nobody-of-that-name/x'", "dataset=nsmc"], "there is no such user"),
     (["runtime.timeout=1e300"], "runtime.timeout=1e\\+300: at most 10000000 seconds would do"),
 ]
+
+
+CODE = [
+    (["+hydra.callbacks.x._target_=mine.C"], "hydra.callbacks would run code that the config names"),
+    (["hydra.launcher._target_=os.system"], "hydra.launcher names 'os.system'"),
+    (["hydra.sweeper._target_=mine.Sweeper"], "hydra.sweeper names 'mine.Sweeper'"),
+    (["+hydra.job_logging.handlers.x.class=mine.F"], "hydra.job_logging names 'mine.F' to run"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), CODE)
+def test_a_config_never_names_code_to_import(overrides, said):
+    with pytest.raises(ShardlabError, match=re.escape(said)):
+        compose(overrides)
+
+
+ODD = [
+    (["dataset.name=[1]"], "unknown dataset.name=[1]"),
+    (["model=../model/tiny"], "model=../model/tiny leaves the group's folder"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), ODD)
+def test_odd_choices_are_one_line(overrides, said):
+    with pytest.raises(ShardlabError, match=re.escape(said)):
+        compose(overrides)
+
+
+@pytest.mark.parametrize("content", ["defaults: [mine]\n", "a: &a [*a]\n"])
+def test_a_file_that_refers_to_itself_is_one_line(content, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(content)
+    with pytest.raises(ShardlabError), composing(["model=mine"], config_dir=str(tmp_path)):
+        pass
+
+
+def test_overrides_may_come_from_a_generator_and_nothing_else_is_lost():
+    import shardlab
+
+    with pytest.raises(ShardlabError, match=r"unknown key 'trainer\.stepz'"):
+        shardlab.train(word for word in ["model=tiny", "trainer.stepz=1"])
+    for wrong in (None, 5, {"seed": 1}, "model=tiny"):
+        with pytest.raises(ShardlabError, match="takes a list of overrides"):
+            shardlab.train(wrong)
 
 
 @pytest.mark.parametrize(("overrides", "said"), REFUSED)

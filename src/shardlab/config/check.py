@@ -40,6 +40,12 @@ LARGEST_SEED = 2**32 - 1
 DEVICES = Path("/dev")
 """Where NVIDIA's driver shows a file for each GPU."""
 
+LARGEST_SIZE = 2**20
+"""Layers, features, heads and positions: far beyond any machine, yet within what an array's size can say."""
+
+MOST_TOKENS, MOST_STEPS = 10**8, 10**12
+"""Of the synthetic source, which is made in memory; of a run."""
+
 LONGEST_TIMEOUT = 1e7
 """Seconds, a third of a year: torch keeps a timeout in milliseconds, and a larger one overflows."""
 
@@ -94,6 +100,11 @@ def _at_least(key: str, value: int | None, least: int) -> None:
         raise ShardlabError(f"{key}={value}: it must be at least {least}")
 
 
+def _at_most(key: str, value: int | None, most: int) -> None:
+    if value is not None and value > most:
+        raise ShardlabError(f"{key}={value}: at most {most} is taken")
+
+
 def _positive(key: str, value: float | None) -> None:
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise ShardlabError(f"{key}={value}: it must be a number above 0")
@@ -125,6 +136,7 @@ def _ranks(strategy: StrategyConfig, ranks: int) -> int:
 def _check_model(model: ModelConfig) -> None:
     for key in ("n_layers", "d_model", "n_heads", "d_ff"):
         _at_least(f"model.{key}", getattr(model, key), 1)
+        _at_most(f"model.{key}", getattr(model, key), LARGEST_SIZE)
     if model.d_model % model.n_heads:
         fitting = [n for n in range(1, model.d_model + 1) if model.d_model % n == 0]
         close = sorted(sorted(fitting, key=lambda n: abs(n - model.n_heads))[:4])
@@ -144,8 +156,9 @@ def _check_model(model: ModelConfig) -> None:
 def check_dataset(config: Config) -> None:
     """The rules of the dataset alone; raises ShardlabError."""
     dataset = config.dataset
-    for key in ("seq_len", "validation_rows", "train_tokens", "train_rows"):
+    for key in ("seq_len", "max_length", "validation_rows", "train_tokens", "train_rows"):
         _at_least(f"dataset.{key}", getattr(dataset, key, None), 1)
+        _at_most(f"dataset.{key}", getattr(dataset, key, None), MOST_TOKENS if "train" in key else LARGEST_SIZE)
     if isinstance(dataset, NsmcConfig) and dataset.max_length < 3:
         raise ShardlabError(f"dataset.max_length={dataset.max_length}: [CLS], one piece and [SEP] need 3")
     path = getattr(_settle_path(dataset), "path", None)
@@ -156,7 +169,10 @@ def check_dataset(config: Config) -> None:
 def _settle_path(dataset: Any) -> Any:
     """The dataset's config with its path absolute, so that the logged one means the same from any folder."""
     if isinstance(dataset, TextConfig | NsmcConfig) and dataset.path is not None:
-        return replace(dataset, path=str(Path(dataset.path).expanduser().absolute()))
+        try:
+            return replace(dataset, path=str(Path(dataset.path).expanduser().absolute()))
+        except RuntimeError:
+            raise ShardlabError(f"dataset.path={dataset.path}: there is no such user") from None
     return dataset
 
 
@@ -172,6 +188,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         "eval_every",
     ):
         _at_least(f"trainer.{key}", getattr(trainer, key), 1)
+        _at_most(f"trainer.{key}", getattr(trainer, key), MOST_STEPS)
     _positive("trainer.clip", trainer.clip)
     if trainer.micro_batch is not None and trainer.micro_batches is not None:
         raise ShardlabError("trainer.micro_batch and trainer.micro_batches cut the same batch; give one of them")
@@ -207,7 +224,11 @@ def _check_scheduler(config: Config) -> None:
 
 
 def _settle(runtime: RuntimeConfig, ranks: int, largest_ranks: int) -> RuntimeConfig:
+    # More ranks or threads than that are a slip of the keyboard, and would take the machine down.
+    crowd = max(64, 8 * available_cores())
     _at_least("runtime.threads", runtime.threads, 1)
+    _at_most("runtime.threads", runtime.threads, crowd)
+    _at_most("ranks", ranks, crowd)
     _positive("runtime.timeout", runtime.timeout)
     if runtime.timeout > LONGEST_TIMEOUT:
         raise ShardlabError(f"runtime.timeout={runtime.timeout}: at most {LONGEST_TIMEOUT:.0f} seconds would do")

@@ -94,7 +94,13 @@ def composing(
         GlobalHydra.instance().clear()
         setbase(VERSION_BASE)
         hydra = Hydra.create_main_hydra2("shardlab", search_path)
-        cfg = hydra.compose_config(config_name, overrides, RunMode.MULTIRUN if sweep else RunMode.RUN)
+        try:
+            cfg = hydra.compose_config(config_name, overrides, RunMode.MULTIRUN if sweep else RunMode.RUN)
+            refuse_code(cfg.hydra)
+        except RecursionError:
+            raise ShardlabError("the config refers to itself: a file lists itself, or an alias its owner") from None
+        except (TypeError, KeyError, IndexError, AttributeError) as error:  # Hydra's own, for odd values of its keys
+            raise ShardlabError(f"Hydra can't compose this: {type(error).__name__}: {error}") from None
         HydraConfig.instance().set_config(cfg)
         yield cfg
     except COMPOSITION_ERRORS as error:
@@ -102,6 +108,37 @@ def composing(
     finally:
         for state, values in zip(borrowed, saved, strict=True):
             vars(state).update(values)
+
+
+def refuse_code(hydra: DictConfig) -> None:
+    """Refuse a config of Hydra's own that names code to run: somebody else's config may choose, not import.
+
+    Callbacks, and a logger's factories and classes, would be imported from wherever the config says; a launcher or
+    sweeper is taken from Hydra and its installed plugins. Raises ShardlabError.
+    """
+    if hydra.get("callbacks"):
+        raise ShardlabError(
+            f"hydra.callbacks would run code that the config names ({', '.join(hydra.callbacks)}); drop it"
+        )
+    for part in ("launcher", "sweeper"):
+        target = str(OmegaConf.select(hydra, f"{part}._target_", default=""))
+        if not target.startswith(("hydra.", "hydra_plugins.")):
+            raise ShardlabError(f"hydra.{part} names {target!r}; choose an installed one: hydra/{part}=NAME")
+    for part in ("job_logging", "hydra_logging"):
+        for key, value in _leaves(OmegaConf.to_container(hydra[part])):
+            if key in ("()", "class") and not str(value).startswith("logging."):
+                raise ShardlabError(f"hydra.{part} names {value!r} to run; only classes of logging are taken")
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner, key)
+    else:
+        yield key, value
 
 
 def composed_from(cfg: DictConfig, hydra: DictConfig) -> Composed:
@@ -141,7 +178,7 @@ def to_config(cfg: DictConfig | Mapping[str, Any]) -> Config:
 
 def _chosen(group: str, classes: dict[str, type], given: Any) -> type:
     name = given.get("name") if isinstance(given, dict) else None
-    if name not in classes:
+    if not isinstance(name, str) or name not in classes:
         raise ShardlabError(f"unknown {group}.name={name}{nearest(str(name), classes)} (one of {', '.join(classes)})")
     return classes[name]
 

@@ -89,6 +89,6 @@ def _try_values(name: str, lr: float, kwargs: dict[str, Any]) -> None:
         optimizer = getattr(torch.optim, name)([parameter], lr=lr, **kwargs)
         if not kwargs.keys().isdisjoint(JUDGED_LATE):
             optimizer.step()
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+    except Exception as error:  # whatever torch makes of them, they are the user's values
         reason = " ".join(str(error).split())
         raise ShardlabError(f"optimizer.kwargs: {name} refuses {kwargs}: {reason}") from None

@@ -89,6 +89,10 @@ def _check_choice(group: str, value: Any) -> None:
         raise ShardlabError(f"{group} takes one choice, not a list; to run each of them: -m {group}={each}")
     if value is None and group == "experiment":
         return
+    if ".." in str(value):
+        raise ShardlabError(
+            f"{group}={value} leaves the group's folder; {group} is one of {', '.join(packaged_choices(group))}"
+        )
     if not isinstance(value, str) and not hasattr(value, "text"):  # text: a quoted string of Hydra's grammar
         shown = "null" if value is None else value
         raise ShardlabError(f"{group}={shown} is no choice; {group} is one of {', '.join(packaged_choices(group))}")
@@ -108,9 +112,13 @@ def check_folder(folder: Path) -> None:
         if (packaged / name.as_posix()).is_file():
             raise ShardlabError(f"{file} would not be read: shardlab has a {name} of its own; give it another name")
         try:
+            if not file.is_file():
+                raise ShardlabError(f"{file} is not a file that can be read; give the folder one, or another name")
             file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ShardlabError(f"{file} is not UTF-8 text (byte {error.start})") from None
+        except OSError as error:
+            raise ShardlabError(f"{file} can't be read: {error.strerror or error}") from None
 
 
 def check_folders(config_dir: str | None, parsed: list[Override]) -> None:

@@ -22,9 +22,17 @@ from shardlab.errors import ShardlabError
 def cache_root() -> Path:
     """Where downloads and prepared data are kept: $SHARDLAB_CACHE, else shardlab/ in the user's cache folder."""
     if named := os.environ.get("SHARDLAB_CACHE"):
-        return Path(named).expanduser()
+        return expanded("SHARDLAB_CACHE", named)
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "shardlab"
+
+
+def expanded(variable: str, named: str) -> Path:
+    """The folder that an environment variable names, `~` filled in; ShardlabError for the home of nobody."""
+    try:
+        return Path(named).expanduser()
+    except RuntimeError:
+        raise ShardlabError(f"{variable}={named}: there is no such user; name a folder") from None
 
 
 def prepared_folder(name: str, key: Mapping[str, object]) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardlab.data.cache import cache_root
+from shardlab.data.cache import cache_root, expanded
 from shardlab.data.download import UnreachableError, download
 from shardlab.errors import ShardlabError
 
@@ -43,7 +43,7 @@ class SourceFile:
 def shared_data() -> Path | None:
     """The folder that $SHARDLAB_DATA names, if it is set."""
     named = os.environ.get("SHARDLAB_DATA")
-    return Path(named).expanduser() if named else None
+    return expanded("SHARDLAB_DATA", named) if named else None
 
 
 def find(dataset: str, files: Iterable[SourceFile], path: str | None) -> dict[str, Path]:
@@ -52,7 +52,7 @@ def find(dataset: str, files: Iterable[SourceFile], path: str | None) -> dict[st
     path: the user's `dataset.path`, a folder. ShardlabError if it lacks a file: what was asked for by name is not
     silently taken from elsewhere.
     """
-    given = Path(path).expanduser() if path else None
+    given = Path(path) if path else None
     found = {}
     for file in files:
         if given and not (given / file.name).is_file() and file.in_path:
