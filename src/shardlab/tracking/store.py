@@ -1,15 +1,17 @@
 """Which MLflow store a run goes to, and opening it.
 
 A fresh sqlite store that two processes create at once is broken for good in one of four trials, so opening takes a
-lock beside the database. Everything goes through MlflowClient with explicit ids: MLflow's global "active run"
+lock beside the database; one whose creation is cut off is broken too, so it gets its name when it is whole. Everything goes through MlflowClient with explicit ids: MLflow's global "active run"
 belongs to the user's own code. MLflow is imported in here only, because it takes one to nine seconds.
 """
 
 import contextlib
 import logging
 import os
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -73,7 +75,7 @@ class Store:
     def database(self) -> Path | None:
         """The file of a sqlite store."""
         prefix = "sqlite:///"
-        return Path(self.uri[len(prefix) :]) if self.uri.startswith(prefix) else None
+        return Path(self.uri[len(prefix) :].partition("?")[0]) if self.uri.startswith(prefix) else None
 
     @property
     def is_file_store(self) -> bool:
@@ -107,6 +109,8 @@ def open_store(store: Store) -> "tuple[MlflowClient, str]":
     from mlflow.tracking import MlflowClient
 
     with quiet(), _alone(store):
+        if store.database is not None:
+            _create(Path(os.path.realpath(store.database)))
         client = MlflowClient(tracking_uri=store.uri)
         found = client.get_experiment_by_name(store.experiment)
         if found is None:
@@ -140,6 +144,27 @@ def _alone(store: Store) -> contextlib.AbstractContextManager[object]:
 
     store.database.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(f"{store.database}.lock")
+
+
+def _create(database: Path) -> None:
+    """Make a sqlite store that isn't there yet, whole or not at all. To be called alone.
+
+    MLflow can't finish a database whose migrations were cut off, by a signal or a full disk.
+    """
+    if database.exists() and database.stat().st_size:
+        return
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    for left in database.parent.glob(f"{escape(database.name)}.*.unfinished*"):
+        left.unlink()
+    unfinished = database.with_name(f"{database.name}.{uuid.uuid4().hex[:8]}.unfinished")
+    try:
+        SqlAlchemyStore(f"sqlite:///{unfinished}", str(database.parent / "mlruns")).engine.dispose()
+        unfinished.rename(database)
+    except BaseException:
+        for left in database.parent.glob(f"{escape(unfinished.name)}*"):
+            left.unlink()
+        raise
 
 
 def _artifacts(store: Store) -> str | None:
