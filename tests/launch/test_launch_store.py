@@ -1,0 +1,26 @@
+"""A fresh sqlite store is made whole or not at all, whatever ends its making."""
+
+from pathlib import Path
+
+import pytest
+
+from shardlab.tracking.store import Store, open_store
+
+
+def test_a_store_whose_making_was_cut_off_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow can't go on with half a database: "table already exists", for good."""
+
+    def full(engine: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    store = Store(f"sqlite:///{tmp_path}/[a] mlflow.db?timeout=9", "e")
+    (tmp_path / "[a] mlflow.db.1.unfinished-journal").touch()  # of a builder that was killed
+    with monkeypatch.context() as patch:
+        patch.setattr("mlflow.store.db.utils._upgrade_db", full)
+        with pytest.raises(OSError, match="No space"):
+            open_store(store)
+    assert not list(tmp_path.glob("*mlflow.db"))
+    client, experiment = open_store(store)
+    assert client.get_experiment(experiment).artifact_location == (tmp_path / "mlruns/experiment-e").as_uri()
+    assert {path.name for path in tmp_path.iterdir()} >= {"[a] mlflow.db", "[a] mlflow.db.lock"}
+    assert not list(tmp_path.glob("*unfinished*"))
