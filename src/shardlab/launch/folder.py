@@ -6,7 +6,10 @@ folder, the second is refused.
 """
 
 import json
+import os
+import shutil
 import uuid
+from fnmatch import fnmatch
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +18,7 @@ from shardlab.config.compose import Composed
 from shardlab.config.schema import Config
 from shardlab.data.prepared import Meta
 from shardlab.errors import ShardlabError
+from shardlab.launch.new_folder import check_place, new_folders, remove_empty
 from shardlab.parallel.mesh import mesh_of
 from shardlab.tracking.provenance import provenance, without_credentials
 from shardlab.tracking.record import EVENTS, LINK, PROVENANCE
@@ -35,19 +39,22 @@ WRITTEN = ("config.yaml", ".hydra", LINK, "rank-[0-9]*", "checkpoints", "report"
 
 def refuse_used(folder: Path) -> None:
     """Raise ShardlabError if the folder already holds a run, or something of the user's that a run would overwrite."""
-    if any((folder / name).exists() for name in (PROVENANCE, EVENTS)):
+    check_place(folder, "run_dir")
+    names = sorted(os.listdir(folder)) if folder.exists() else []  # not exists(): a link into nowhere is there as well
+    if PROVENANCE in names or EVENTS in names:
         raise ShardlabError(f"run_dir={folder} already holds a run; give another folder, or none for a new one")
-    for pattern in WRITTEN:
-        for path in folder.glob(pattern):
+    for name in names:
+        if any(fnmatch(name, pattern) for pattern in WRITTEN):
             raise ShardlabError(
-                f"run_dir={folder} holds {path.name}, which a run would overwrite; "
+                f"run_dir={folder} holds {name}, which a run would overwrite; "
                 f"give an empty folder or a new one, such as run_dir={folder / 'run'}"
             )
 
 
 def refuse_used_sweep(folder: Path) -> None:
     """Raise ShardlabError if the folder already holds a sweep."""
-    if any((folder / name).exists() for name in (MULTIRUN, SWEEP)):
+    check_place(folder, "hydra.sweep.dir")
+    if any(os.path.lexists(folder / name) for name in (MULTIRUN, SWEEP)):
         raise ShardlabError(
             f"hydra.sweep.dir={folder} already holds a sweep; give another folder, or none for a new one"
         )
@@ -72,6 +79,8 @@ def make_folder(
     about["sweep"] = None if sweep is None else str(sweep)
     config = without_credentials(composed.yaml)
     overrides = [f"- {json.dumps(word, ensure_ascii=False)}" for word in about["overrides"]]
+    new = new_folders(folder, "run_dir")
+    claimed = False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_used(folder)
@@ -80,6 +89,7 @@ def make_folder(
         except FileExistsError:
             refuse_used(folder)
             raise
+        claimed = True
         with claim:
             json.dump(about, claim, indent=2, ensure_ascii=False)
             claim.write("\n")
@@ -91,5 +101,10 @@ def make_folder(
             node = without_credentials(OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra})))
             (folder / ".hydra" / "hydra.yaml").write_text(node, encoding="utf-8")
     except OSError as error:
+        if claimed:  # the disk is full: all of these are ours, for there were none
+            for written in ("config.yaml", PROVENANCE):
+                (folder / written).unlink(missing_ok=True)
+            shutil.rmtree(folder / ".hydra", ignore_errors=True)
+        remove_empty(new)
         raise ShardlabError(f"run_dir={folder} can't be written: {error.strerror or error}") from error
     return name

@@ -5,8 +5,6 @@ the first one only, at the end. One job keeps its error for the command to raise
 a row and lets the others go on. An interrupt ends the whole command.
 """
 
-import contextlib
-import os
 import sys
 import traceback
 from abc import ABC, abstractmethod
@@ -21,6 +19,8 @@ from omegaconf import DictConfig
 from shardlab.config.check import settle
 from shardlab.config.compose import composed_from
 from shardlab.errors import ShardlabError
+from shardlab.launch.new_folder import new_folders as new_folders
+from shardlab.launch.new_folder import remove_empty as remove_empty
 
 if TYPE_CHECKING:
     from shardlab.launch.sweep import Sweep
@@ -48,7 +48,7 @@ class OneJob(Jobs):
     def __init__(self, run_dir: str = "") -> None:
         super().__init__()
         self.run_dir = run_dir
-        self.new = new_folders(Path(run_dir))
+        self.new = new_folders(Path(run_dir), "run_dir")
         self.error: Exception | None = None
 
     def run(self, cfg: DictConfig) -> float | None:
@@ -173,16 +173,3 @@ def _is_of_a_rank(error: Exception) -> bool:
 def best_loss(record: "RunRecord") -> float | None:
     """The lowest validation loss of a run, or None if it was never validated."""
     return None if record.best is None else float(record.best["loss"])
-
-
-def new_folders(folder: Path) -> list[Path]:
-    """The folder and those above it that don't exist, innermost first: what making it will make."""
-    whole = Path(os.path.abspath(folder))
-    return [each for each in (whole, *whole.parents) if not each.exists()]
-
-
-def remove_empty(folders: list[Path]) -> None:
-    """Remove folders that Hydra made for a run that never was, up to the first that holds something."""
-    with contextlib.suppress(OSError):
-        for each in folders:
-            each.rmdir()

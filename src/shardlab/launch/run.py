@@ -5,6 +5,7 @@ folder is complete before the first rank starts. The ranks write the record; the
 writes its `end` once they are gone and then has MLflow show the same. Whatever happens in between, an end is written.
 """
 
+import errno
 import sys
 import time
 from pathlib import Path
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 TRAIN_RANK = "shardlab.training.loop:train_rank"
 """What each rank runs. A name: importing it would bring torch into the launcher."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says when a disk or the user's part of it is full."""
 
 
 class RunFailed(Exception):  # noqa: N818 - it says what happened
@@ -74,6 +78,7 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
         status: str = "FAILED"
         reason: str | None = None
         ended_by: BaseException | None = None
+        unwritten: str | None = None
         started = time.monotonic()
         try:
             signals.check()
@@ -86,23 +91,35 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
             status, reason, ended_by = "KILLED", "interrupted", interrupted
             if isinstance(interrupted, SystemExit):
                 reason = f"interrupted by {Signal(int(interrupted.code or 0) - 128).name}"
+        except OSError as error:
+            reason = f"the launcher raised {type(error).__name__}: {error}"
+            if error.errno not in FULL:
+                raise
+            ended_by = error
         except BaseException as error:
             reason = f"the launcher raised {type(error).__name__}: {error}"
             raise
         finally:
             progress.close()
-            end(folder, status, reason, time.monotonic() - started)
+            try:
+                end(folder, status, reason, time.monotonic() - started)
+            except OSError as error:  # a full disk
+                unwritten = f"the record's end can't be written: {error.strerror or error}"
             seen = signals.count
             warning = sink.finish(SINK_SECONDS, lambda: signals.count > seen) if sink is not None else None
         record = RunRecord.load(folder)
         say(record, warning, reason if status == "KILLED" or signals.received is not None else None)
     signals.check()  # one that came after the ranks had ended changes no record, but ends the command
+    if unwritten is not None and not isinstance(ended_by, (KeyboardInterrupt, SystemExit)):
+        raise RunFailed(record, f"{reason}; {unwritten}" if reason else unwritten) from ended_by
     if ended_by is None:
         return record
     if isinstance(ended_by, RanksFailed):
         if ended_by.user_error is not None:
             raise ShardlabError(ended_by.user_error) from ended_by
         raise RunFailed(record, ended_by.reason) from ended_by
+    if isinstance(ended_by, OSError):
+        raise RunFailed(record, str(reason)) from ended_by
     raise ended_by
 
 
@@ -118,7 +135,7 @@ def say(record: RunRecord, warning: str | None, reason: str | None) -> None:
 
     reason: why it ended, where no exception will say it: an interrupt speaks for itself only
     """
-    seconds = record.events[-1].get("seconds", 0.0)
+    seconds = record.events[-1].get("seconds", 0.0) if record.events else 0.0
     line = f"{record.name} {record.status.lower()} after {len(record.steps)} steps in {seconds:.1f} s"
     if rate := record.tokens_per_s:
         line += f", {rate:,.0f} tokens/s"

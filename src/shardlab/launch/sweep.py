@@ -16,25 +16,33 @@ from shardlab.tracking.mlflow_sink import SINK_SECONDS
 from shardlab.tracking.provenance import user, without_credentials
 from shardlab.tracking.record import PROVENANCE, RunRecord
 from shardlab.tracking.store import problem, quiet
-from shardlab.tracking.sweep_parent import SWEEP, begin_sweep, end_sweep, ship_sweep
+from shardlab.tracking.sweep_parent import begin_sweep, end_sweep, ship_sweep
 
 
 class Sweep:
-    """One sweep. folder: holds the folders of its jobs; command: the words that started it."""
+    """One sweep.
+
+    folder: holds the folders of its jobs; command: the words that started it
+    begun: whether it has been written down: some job got as far as a folder
+    """
 
     def __init__(self, folder: Path, command: list[str]) -> None:
         self.folder = folder.absolute()
+        self.begun = False
+        self._id = uuid.uuid4().hex
         self._command = [without_credentials(word) for word in command]
 
-    @property
-    def begun(self) -> bool:
-        """Whether it has been written down: some job got as far as a folder."""
-        return (self.folder / SWEEP).exists()
-
     def begin(self) -> Path:
-        """Write the sweep down if it isn't yet, and return its folder. For each job that gets as far as a folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        begin_sweep(self.folder, uuid.uuid4().hex, self._command, user())
+        """Write the sweep down if it isn't yet, and return its folder. For each job that gets as far as a folder.
+
+        Raises ShardlabError if it can't be written, or if the folder has become another sweep's.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            begin_sweep(self.folder, self._id, self._command, user())
+        except OSError as error:
+            raise ShardlabError(f"hydra.sweep.dir={self.folder} can't be written: {error.strerror or error}") from error
+        self.begun = True
         return self.folder
 
     def finish(
@@ -55,7 +63,11 @@ class Sweep:
         }
         if losses := [record.best["loss"] for record in records if record.best]:
             metrics["sweep/best_val_loss"] = min(losses)
-        stores = end_sweep(self.folder, status, metrics)
+        try:
+            stores = end_sweep(self.folder, status, metrics)
+        except OSError as error:  # a full disk
+            print(f"warning: the sweep's end can't be written: {error.strerror or error}", file=sys.stderr)
+            return status
         if not records:
             return status
         problems: list[str] = []

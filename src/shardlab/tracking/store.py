@@ -1,8 +1,9 @@
 """Which MLflow store a run goes to, and opening it.
 
 A fresh sqlite store that two processes create at once is broken for good in one of four trials, so opening takes a
-lock beside the database; one whose creation is cut off is broken too, so it gets its name when it is whole. Everything goes through MlflowClient with explicit ids: MLflow's global "active run"
-belongs to the user's own code. MLflow is imported in here only, because it takes one to nine seconds.
+lock beside the database; one whose creation is cut off is broken too, so it gets its name when it is whole.
+Everything goes through MlflowClient with explicit ids: MLflow's global "active run" belongs to the user's own code.
+MLflow is imported in here only, because it takes one to nine seconds.
 """
 
 import contextlib
@@ -159,7 +160,8 @@ def _create(database: Path) -> None:
         left.unlink()
     unfinished = database.with_name(f"{database.name}.{uuid.uuid4().hex[:8]}.unfinished")
     try:
-        SqlAlchemyStore(f"sqlite:///{unfinished}", str(database.parent / "mlruns")).engine.dispose()
+        made = SqlAlchemyStore(f"sqlite:///{unfinished}", str(database.parent / "mlruns"))  # type: ignore[no-untyped-call]
+        made.engine.dispose()
         unfinished.rename(database)
     except BaseException:
         for left in database.parent.glob(f"{escape(unfinished.name)}*"):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardlab.errors import ShardlabError
 from shardlab.tracking.points import finite
 from shardlab.tracking.store import Store, find_or_create_run, open_store, with_credentials
 
@@ -73,11 +74,17 @@ def ship_sweep(folder: Path, store: Store) -> str | None:
 
 
 def begin_sweep(folder: Path, sweep_id: str, command: list[str], user: str) -> None:
-    """Write sweep.json for a new sweep; nothing, if another job has done so."""
+    """Write sweep.json for a new sweep; nothing, if another job of it has done so.
+
+    Raises ShardlabError if the folder is another sweep's: of two that began at once, the second.
+    """
     from filelock import FileLock
 
     with FileLock(folder / f"{SWEEP}.lock"):
-        if not (folder / SWEEP).exists():
+        if (folder / SWEEP).exists():
+            if read_sweep(folder)["id"] != sweep_id:
+                raise ShardlabError(f"hydra.sweep.dir={folder} holds another sweep; give another folder")
+        else:
             about = {"id": sweep_id, "name": f"sweep {folder.name}", "command": command, "user": user}
             write_sweep(folder, {**about, "started": time.time()})
 
