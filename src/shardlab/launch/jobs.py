@@ -21,6 +21,7 @@ from shardlab.config.compose import composed_from
 from shardlab.errors import ShardlabError
 from shardlab.launch.new_folder import new_folders as new_folders
 from shardlab.launch.new_folder import remove_empty as remove_empty
+from shardlab.launch.streams import open_missing, tell
 
 if TYPE_CHECKING:
     from shardlab.launch.sweep import Sweep
@@ -47,6 +48,7 @@ class OneJob(Jobs):
 
     def __init__(self, run_dir: str = "") -> None:
         super().__init__()
+        open_missing()
         self.run_dir = run_dir
         self.new = new_folders(Path(run_dir), "run_dir")
         self.error: Exception | None = None
@@ -67,7 +69,7 @@ class OneJob(Jobs):
             return 0
         if isinstance(self.error, ShardlabError) or not _is_failed_run(self.error):
             raise self.error
-        print(self.error, file=sys.stderr)
+        tell(str(self.error), sys.stderr)
         return 1
 
 
@@ -89,6 +91,7 @@ class SweepJobs(Jobs):
 
     def __init__(self, folder: Path, varied: list[str], ranks: int, parent: "Sweep") -> None:
         super().__init__()
+        open_missing()
         self.folder, self.varied, self.ranks, self.parent = folder, varied, ranks, parent
         self.rows: list[Row] = []
 
@@ -99,7 +102,7 @@ class SweepJobs(Jobs):
         number = int(hydra.job.num)
         own = [word for word in hydra.overrides.task if word.lstrip("+").partition("=")[0] in self.varied]
         what = " ".join(own or hydra.overrides.task)
-        print(f"job {number}: {what}")
+        tell(f"job {number}: {what}", sys.stdout)
         folder = self.folder / str(hydra.sweep.subdir)
         try:
             record = _train(cfg, str(folder), sweep=self.parent, largest_ranks=self.ranks)
@@ -120,13 +123,13 @@ class SweepJobs(Jobs):
             traceback.print_exception(error)
             status, reason = "failed", f"{type(error).__name__}: {error}"
         self.rows.append(Row(number, what, status, " ".join(reason.split())))
-        print(f"job {number} {status}: {self.rows[-1].reason}", file=sys.stderr)
+        tell(f"job {number} {status}: {self.rows[-1].reason}", sys.stderr)
 
     def status(self) -> int:
         """See Jobs: 0 if all finished, 2 if all were refused, else 1. ShardlabError if there was none."""
         if not self.rows:
             raise ShardlabError("the sweep holds no combination; give each key at least one value")
-        print(table(self.rows, self.folder))
+        tell(table(self.rows, self.folder), sys.stdout)
         statuses = {row.status for row in self.rows}
         if statuses == {"finished"}:
             return 0
@@ -150,7 +153,7 @@ def _train(
     composed = replace(composed, config=replace(composed.config, run_dir=run_dir))
     settled, notes = settle(composed, largest_ranks=largest_ranks)
     for note in notes:
-        print(note, file=sys.stderr)
+        tell(note, sys.stderr)
 
     from shardlab.launch.run import run
 

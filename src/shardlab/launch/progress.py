@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardlab.errors import ShardlabError
+from shardlab.launch.streams import give_up
 from shardlab.tracking.record import EVENTS, Event, Tail
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class Progress:
                 self._take(event)
             if self._pending and self._bar is None and time.monotonic() - self._printed >= LINE_SECONDS:
                 self._say(self._pending)
-        except (OSError, ShardlabError):
-            self._shows = False
+        except (OSError, ShardlabError) as error:
+            self._hide(error)
 
     def close(self) -> None:
         """Show the last step, and leave the terminal's line to others."""
@@ -55,8 +56,13 @@ class Progress:
                 self._bar.close()
             elif self._pending and self._shows:
                 self._say(self._pending)
-        except OSError:
-            self._shows = False
+        except OSError as error:
+            self._hide(error)
+
+    def _hide(self, error: Exception) -> None:
+        self._shows = False
+        if isinstance(error, OSError):
+            give_up(self._stream)
 
     def _take(self, event: Event) -> None:
         if event["event"] == "start":

@@ -110,7 +110,8 @@ def _write_to(log: Path) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(file, stream)
-    os.close(file)
+    if file > 2:  # it is one of them where the process was started without
+        os.close(file)
     # Fresh objects: the fork server's own may hold text that it has not written yet.
     for name, stream in ("stdout", 1), ("stderr", 2):
         text = os.fdopen(stream, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)

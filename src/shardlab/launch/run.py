@@ -22,6 +22,7 @@ from shardlab.launch.folder import make_folder, refuse_used
 from shardlab.launch.progress import Progress, shown
 from shardlab.launch.ranks import RanksFailed, run_ranks
 from shardlab.launch.signals import Signals
+from shardlab.launch.streams import open_missing, tell
 from shardlab.tracking.mlflow_sink import SINK_SECONDS, Sink, where_to_look
 from shardlab.tracking.record import EVENTS, EventLog, RunRecord
 from shardlab.tracking.store import store_of
@@ -56,6 +57,7 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
     Raises ShardlabError for what the user can mend, before or after the ranks have started; RunFailed;
     KeyboardInterrupt, or SystemExit(128 + signal) after SIGTERM or SIGHUP. The run's end is written in every case.
     """
+    open_missing()
     config = composed.config
     folder = Path(config.run_dir)
     refuse_used(folder)
@@ -68,7 +70,7 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
         sink = Sink(folder, store_of(config.tracking)) if config.tracking.name == "mlflow" else None
         progress = Progress(folder, name)
         ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
-        print(f"{name}: starting {ranks} on {config.runtime.device.name}, {folder}", file=sys.stderr, flush=True)
+        tell(f"{name}: starting {ranks} on {config.runtime.device.name}, {folder}", sys.stderr)
 
         def watch() -> None:
             progress.update()
@@ -150,11 +152,8 @@ def say(record: RunRecord, warning: str | None, reason: str | None) -> None:
     lines.append(f"  run folder: {record.folder}")
     if look := where_to_look(record.folder):
         lines.append(f"  MLflow: {look}")
-    try:
-        print("\n".join(lines), flush=True)
-        if reason is not None:
-            print(f"{record.name} {record.status.lower()}: {reason}", file=sys.stderr, flush=True)
-        if warning is not None:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
-    except BrokenPipeError:  # nobody reads on; the run is none the worse
-        return
+    tell("\n".join(lines), sys.stdout)
+    if reason is not None:
+        tell(f"{record.name} {record.status.lower()}: {reason}", sys.stderr)
+    if warning is not None:
+        tell(f"warning: {warning}", sys.stderr)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardlab.errors import ShardlabError
+from shardlab.launch.streams import tell
 from shardlab.tracking.mlflow_sink import SINK_SECONDS
 from shardlab.tracking.provenance import user, without_credentials
 from shardlab.tracking.record import PROVENANCE, RunRecord
@@ -66,7 +67,7 @@ class Sweep:
         try:
             stores = end_sweep(self.folder, status, metrics)
         except OSError as error:  # a full disk
-            print(f"warning: the sweep's end can't be written: {error.strerror or error}", file=sys.stderr)
+            tell(f"warning: the sweep's end can't be written: {error.strerror or error}", sys.stderr)
             return status
         if not records:
             return status
@@ -88,7 +89,7 @@ class Sweep:
         if shipping.is_alive():
             problems.append("MLflow has not answered yet")
         for line in problems:
-            print(f"warning: {line}; to ship the sweep's end later: shardlab sync {records[0].folder}", file=sys.stderr)
+            tell(f"warning: {line}; to ship the sweep's end later: shardlab sync {records[0].folder}", sys.stderr)
         return status
 
     def _records(self) -> list[RunRecord]:
