@@ -149,3 +149,39 @@ def test_a_fork_server_that_was_killed_is_started_anew(tmp_path: Path) -> None:
     run_ranks("launch_faults:answer", (0,), 1, log_dir=tmp_path)
     os.kill(_forkserver._forkserver_pid, 9)
     assert run_ranks("launch_faults:answer", (0,), 1, log_dir=tmp_path) == [(0, 0)]
+
+
+def test_a_process_that_was_forked_after_a_launch_starts_a_server_of_its_own(tmp_path: Path) -> None:
+    script = """
+import multiprocessing
+from pathlib import Path
+from shardlab.launch.ranks import run_ranks
+def launch():
+    print(run_ranks("launch_faults:answer", (5,), 2, log_dir=Path.cwd()), flush=True)
+launch()
+child = multiprocessing.get_context("fork").Process(target=launch)
+child.start()
+child.join()
+launch()
+"""
+    launcher = Launcher(script, tmp_path)
+    assert launcher.end(60) == 0, launcher.output
+    assert launcher.output == "[(0, 5), (1, 5)]\n" * 3
+    assert launcher.left_after() == []
+
+
+def test_a_long_path_of_the_temporary_folder_is_fine(tmp_path: Path) -> None:
+    """The address of a socket holds 108 bytes."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    code = f"""
+import os
+os.environ["TMPDIR"] = {str(long)!r}
+import tempfile
+from pathlib import Path
+from shardlab.launch.ranks import run_ranks
+print(run_ranks("launch_faults:work", (), 2, log_dir=Path.cwd()), tempfile.gettempdir() == os.environ["TMPDIR"])
+"""
+    launcher = Launcher(code, tmp_path)
+    assert launcher.end(60) == 0, launcher.output
+    assert launcher.output == "[1, 1] True\n"

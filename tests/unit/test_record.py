@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from shardlab.errors import ShardlabError
+from shardlab.tracking.mlflow_sink import Shipper, where_to_look
 from shardlab.tracking.record import EventLog, RunRecord, Tail, find_run, read_events
+from shardlab.tracking.store import Store
 
 
 def write(path: Path, *events: dict[str, Any]) -> None:
@@ -167,7 +169,8 @@ def test_a_run_is_found_by_what_a_user_calls_it(
     }.items():
         (Path("runs") / name).parent.mkdir(parents=True, exist_ok=True)
         (Path("runs") / name).write_text(theirs)
-    Path("runs/day/b/mlflow.json").write_text('{"run_id": "f00dcafe"}')
+    link = {"uri": "u", "experiment": "e", "experiment_id": "1", "run_id": "f00dcafe"}
+    Path("runs/day/b/mlflow.json").write_text(json.dumps(link))
     Path("runs/torn").mkdir()
     Path("runs/torn/provenance.json").write_text("{")
     if found.startswith("runs"):
@@ -182,3 +185,13 @@ def test_without_any_run_the_error_says_where_it_looked(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ShardlabError, match="holds no runs"):
         find_run("last")
+
+
+@pytest.mark.parametrize("text", ["", "x", "{}", "[]", '{"uri": 1, "experiment": "e", "run_id": "r"}'])
+def test_a_damaged_link_to_mlflow_is_none(tmp_path: Path, text: str) -> None:
+    """It was a traceback of `shardlab sync`, which can find or make the run anew."""
+    folder = make_run(tmp_path / "run", "a1", "tiny-single-s1")
+    (folder / "config.yaml").write_text("tracking: {uri: 'sqlite:////else/mlflow.db', experiment: mine}\n")
+    (folder / "mlflow.json").write_text(text)
+    assert where_to_look(folder) is None
+    assert Shipper(folder).store == Store("sqlite:////else/mlflow.db", "mine")

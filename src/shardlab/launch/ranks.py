@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -44,6 +44,9 @@ SETTLE_SECONDS = 0.1
 """How long it looks for an earlier one when it has heard of a cause."""
 TERM_SECONDS = 1.0
 """How long a rank may take to obey SIGTERM; then SIGKILL."""
+
+LONGEST_FOR_SOCKETS = 70
+"""Bytes of a temporary folder's path to which multiprocessing's names for a folder and a socket can be added."""
 
 _starting = threading.RLock()
 
@@ -125,13 +128,14 @@ def _wake_server(signals: Signals) -> None:
     """
     if multiprocessing.get_start_method(allow_none=True) not in (None, *multiprocessing.get_all_start_methods()):
         multiprocessing.set_start_method("forkserver", force=True)  # in a worker of joblib it is one of joblib's own
+    _choose_short_folder()
     for attempt, preload in enumerate((PRELOAD, PRELOAD, [])):
         multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
         resource_tracker.ensure_running()  # by itself it would unblock SIGINT below
         # Blocked signals are inherited: Ctrl-C then can't hit the server, nor a rank before it can ignore it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            forkserver.ensure_running()
+            _ensure_server()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
@@ -145,6 +149,28 @@ def _wake_server(signals: Signals) -> None:
             if attempt == 2:
                 raise
             time.sleep(0.2)  # a process that is just dying still counts as running
+
+
+def _ensure_server() -> None:
+    """Have a fork server running that is this process's own: one that was forked from a user's inherits theirs."""
+    try:
+        forkserver.ensure_running()
+    except ChildProcessError:
+        server: Any = forkserver._forkserver
+        os.close(server._forkserver_alive_fd)  # else it would outlive the process that it belongs to
+        server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+        forkserver.ensure_running()
+
+
+def _choose_short_folder() -> None:
+    """Have the fork server's socket under /tmp where TMPDIR is too long for the address of one (108 bytes)."""
+    before = tempfile.gettempdir()
+    if len(os.fsencode(before)) > LONGEST_FOR_SOCKETS:
+        tempfile.tempdir = "/tmp"
+        try:
+            util.get_temp_dir()  # made once, and kept for the process's life
+        finally:
+            tempfile.tempdir = before
 
 
 @contextlib.contextmanager

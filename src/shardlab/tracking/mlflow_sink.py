@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from shardlab.config.schema import TrackingConfig
 from shardlab.errors import ShardlabError
 from shardlab.tracking.points import Point, params, points, tags_of
-from shardlab.tracking.record import EVENTS, LINK, PROVENANCE, Event, RunRecord, Tail
+from shardlab.tracking.record import EVENTS, LINK, PROVENANCE, Event, RunRecord, Tail, read_link
 from shardlab.tracking.store import Store, find_or_create_run, open_store, problem, quiet, store_of, with_credentials
 from shardlab.tracking.sweep_parent import ship_sweep
 
@@ -210,9 +210,8 @@ def sync(folder: Path) -> int:
 
 def where_to_look(folder: Path) -> str | None:
     """How to open MLflow's page of a run that is shown there: an address, or a command. None if it isn't shown."""
-    try:
-        link = json.loads((folder / LINK).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    link = read_link(folder)
+    if link is None:
         return None
     if link["uri"].startswith("http"):
         return f"{link['uri'].rstrip('/')}/#/experiments/{link['experiment_id']}/runs/{link['run_id']}"
@@ -237,11 +236,8 @@ def run_tags(about: dict[str, Any], parent: str | None) -> dict[str, str]:
 
 def _store_for(folder: Path) -> Store:
     """The store that the run went to before, else the one that its config names."""
-    try:
-        link = json.loads((folder / LINK).read_text(encoding="utf-8"))
+    if link := read_link(folder):
         return with_credentials(Store(link["uri"], link["experiment"]))
-    except FileNotFoundError:
-        pass
     tracking = OmegaConf.load(folder / "config.yaml").tracking
     return with_credentials(store_of(TrackingConfig(uri=tracking.uri, experiment=tracking.experiment)))
 

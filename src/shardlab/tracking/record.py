@@ -242,12 +242,20 @@ def find_run(text: str, root: Path = Path("runs")) -> Path:
     )
 
 
+def read_link(folder: Path) -> dict[str, str] | None:
+    """What a run's mlflow.json says: uri, experiment, experiment_id, run_id. None if there is none that is whole."""
+    try:
+        link = json.loads((folder / LINK).read_text(encoding="utf-8"))
+        if all(isinstance(link[key], str) for key in ("uri", "experiment", "experiment_id", "run_id")):
+            return dict(link)
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    return None
+
+
 def _mlflow_id(folder: Path) -> str:
     """The id under which MLflow shows a run; a word that no id starts with, where it doesn't."""
-    try:
-        return str(json.loads((folder / LINK).read_text(encoding="utf-8"))["run_id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "-"
+    return (read_link(folder) or {"run_id": "-"})["run_id"]
 
 
 def read_provenance(folder: Path) -> dict[str, Any] | None:
