@@ -75,10 +75,13 @@ def test_a_disk_that_is_full_at_the_start_leaves_nothing(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("none", ""), ("kill", r"rank 1 was killed by SIGKILL .*; ")])
-def test_a_disk_that_is_full_at_the_end_fails_the_run(monkeypatch: pytest.MonkeyPatch, fault: str, reason: str) -> None:
+def test_a_disk_that_is_full_at_the_end_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str, reason: str
+) -> None:
     monkeypatch.setattr(EventLog, "write", full)
     with pytest.raises(RunFailed, match=f"{reason}the record's end can't be written: No space left on device"):
         run(composed(fault))
+    assert capsys.readouterr().out.startswith(f"{fault}-ddp2-s1: 4 steps are in the record, and no end")
 
 
 def test_of_two_sweeps_at_once_in_one_folder_the_second_is_refused() -> None:

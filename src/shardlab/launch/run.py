@@ -139,6 +139,8 @@ def say(record: RunRecord, warning: str | None, reason: str | None) -> None:
     """
     seconds = record.events[-1].get("seconds", 0.0) if record.events else 0.0
     line = f"{record.name} {record.status.lower()} after {len(record.steps)} steps in {seconds:.1f} s"
+    if record.status == "RUNNING":
+        line = f"{record.name}: {len(record.steps)} steps are in the record, and no end"
     if rate := record.tokens_per_s:
         line += f", {rate:,.0f} tokens/s"
     if record.peak_memory:
