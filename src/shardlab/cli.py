@@ -5,7 +5,6 @@
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import NoReturn
 
 from shardlab import __version__
 from shardlab.errors import ShardlabError
+from shardlab.launch.streams import give_up, open_missing
 
 HELP = """\
 shardlab: one config, one training run, any partitioning.
@@ -37,19 +37,22 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status. argv: the words after `shardlab`, by default the process's."""
-    words = sys.argv[1:] if argv is None else argv
+    open_missing()
     try:
-        status = _dispatch(words)
-        sys.stdout.flush()
-        return status
+        status = _dispatch(sys.argv[1:] if argv is None else argv)
     except ShardlabError as error:
         print(" ".join(str(error).split("\n")), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `shardlab train --help | head`: nobody reads on, and the flush at exit must not complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `shardlab train --help | head`: nobody reads on
+        give_up(sys.stdout)
         return 0
+    try:
+        sys.stdout.flush()
+    except OSError:
+        give_up(sys.stdout)
+    return status
 
 
 def _dispatch(words: list[str]) -> int:

@@ -102,6 +102,7 @@ def _sweep(words: list[str], overrides: list[str], rest: list[str], compose: dic
     """Run each combination. The folder is fixed beforehand, so that a sweep that cannot be composed leaves none."""
     from shardlab.launch.folder import MULTIRUN, refuse_used_sweep
     from shardlab.launch.sweep import Sweep
+    from shardlab.tracking.sweep_parent import SWEEP
 
     with composing(overrides, sweep=True, **compose) as cfg:
         folder = Path(cfg.hydra.sweep.dir)
@@ -126,7 +127,7 @@ def _sweep(words: list[str], overrides: list[str], rest: list[str], compose: dic
                 seen = signals.count
                 refused = sum(row.status == "refused" for row in jobs.rows)
                 parent.finish(interrupted=interrupted, refused=refused, give_up=lambda: signals.count > seen)
-            else:
+            elif not (folder / SWEEP).exists():  # else another command's sweep is at home there
                 (folder / MULTIRUN).unlink(missing_ok=True)
                 remove_empty(new)
     signals.check()  # one that came while the end was being written
