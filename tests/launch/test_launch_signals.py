@@ -16,21 +16,24 @@ run_ranks("launch_faults:work", (sys.argv[1], 1, Path.cwd()), 2, log_dir=Path.cw
 """
 
 CASES = [
-    # signals sent, each to       whom        rank 1 is     exit status
-    (["SIGINT"], "launcher", "spin", -signal.SIGINT),
-    (["SIGINT"], "group", "wait", -signal.SIGINT),
-    (["SIGINT", "SIGINT", "SIGINT"], "group", "spin", -signal.SIGINT),
-    (["SIGTERM"], "launcher", "hold lock", 143),
-    (["SIGTERM"], "group", "spin", 143),
-    (["SIGTERM", "SIGINT"], "launcher", "wait", 143),
-    (["SIGHUP"], "launcher", "spin", 129),
-    (["SIGKILL"], "launcher", "spin", -signal.SIGKILL),
-    (["SIGKILL"], "launcher", "hold lock", -signal.SIGKILL),
+    # signals sent, each to       whom        rank 1 is     exit status, one of
+    (["SIGINT"], "launcher", "spin", {-signal.SIGINT}),
+    (["SIGINT"], "group", "wait", {-signal.SIGINT}),
+    (["SIGINT", "SIGINT", "SIGINT"], "group", "spin", {-signal.SIGINT}),
+    (["SIGTERM"], "launcher", "hold lock", {143}),
+    (["SIGTERM"], "group", "spin", {143}),
+    # Python looks at signals that came together by their numbers, and the second may come when all is over.
+    (["SIGTERM", "SIGINT"], "launcher", "wait", {143, -signal.SIGINT}),
+    (["SIGHUP"], "launcher", "spin", {129}),
+    (["SIGKILL"], "launcher", "spin", {-signal.SIGKILL}),
+    (["SIGKILL"], "launcher", "hold lock", {-signal.SIGKILL}),
 ]
 
 
-@pytest.mark.parametrize(("signals", "whom", "fault", "status"), CASES)
-def test_a_signal_leaves_no_process(tmp_path: Path, signals: list[str], whom: str, fault: str, status: int) -> None:
+@pytest.mark.parametrize(("signals", "whom", "fault", "statuses"), CASES)
+def test_a_signal_leaves_no_process(
+    tmp_path: Path, signals: list[str], whom: str, fault: str, statuses: set[int]
+) -> None:
     launcher = Launcher(CODE, tmp_path, fault)
     try:
         assert wait_until(lambda: len(list(tmp_path.glob("*.ready"))) == 2)
@@ -39,7 +42,7 @@ def test_a_signal_leaves_no_process(tmp_path: Path, signals: list[str], whom: st
             send = os.killpg if whom == "group" else os.kill
             send(launcher.process.pid, signal.Signals[name])
             time.sleep(0.01)
-        assert launcher.end(seconds=5) == status, launcher.output
+        assert launcher.end(seconds=5) in statuses, launcher.output
         assert launcher.left_after() == []
     finally:
         launcher.kill()
