@@ -63,6 +63,7 @@ def live(place: Place, orders: Orders, launcher: "Connection[Any, Any]") -> None
         module, _, name = orders.function.partition(":")
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         try:
+            # Bytes of our own launcher, through its pipe to this process; nothing that was ever in a file.
             result = function(place, *pickle.loads(orders.arguments))
         except SystemExit as leaving:
             if leaving.code not in (None, 0):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from shardlab.parallel.mesh import AXES
+from shardlab.parallel.mesh import AXES, DATA_AXES
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Entry:
     layer: int
     tensor_dim: int | None = None
     tied_to: str | None = None
-    summed_over: tuple[str, ...] = ("replicate", "shard")
+    summed_over: tuple[str, ...] = DATA_AXES
 
     @property
     def elements(self) -> int:

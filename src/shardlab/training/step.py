@@ -39,7 +39,7 @@ def train_step(training: Training, batch: Batch, step: int, lr: float) -> StepRe
 def forward_backward(training: Training, batch: Batch, step: int) -> torch.Tensor:
     """Leave the step's summed gradients in the parameters; returns its loss, an fp64 scalar equal on every rank."""
     model, reducer, p = training.model, training.gradient_sum, training.shape.dropout
-    keys = step_keys(training.config.seed, step, dropout_sites(training.shape), training.device)
+    keys = step_keys(training.config.seed, step, dropout_sites(training.shape) if p > 0 else [], training.device)
     targets = count_targets(batch.targets)
     total = torch.zeros((), dtype=torch.float64, device=training.device)
     reducer.zero()
