@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import torch
 
+import shardlab.models.transformer as transformer
 import shardlab.parallel.replicate as replicate
 import shardlab.training.build as build
-import shardlab.training.step as step
 from shardlab.config.schema import Config
 from shardlab.parallel.dropout import Masks
 from shardlab.parallel.mesh import Mesh, connect
@@ -51,21 +51,21 @@ def count_padding_as_targets() -> None:
 
 def mean_of_micro_batch_means() -> None:
     """Each micro-batch weighs the same, however many targets it has."""
-    summed = step.summed_cross_entropy
+    summed = transformer.summed_cross_entropy
 
     def mean(logits, targets):
         valid = (targets != -100).sum().clamp(min=1)
         return summed(logits, targets) / valid * 100
 
-    step.summed_cross_entropy = mean
+    transformer.summed_cross_entropy = mean
 
 
 def reuse_a_mask() -> None:
     """Every micro-batch is dropped with the masks of the first rows."""
     drop = Masks.drop
 
-    def reused(self: Masks, x: torch.Tensor, site: int) -> torch.Tensor:
-        return drop(Masks(self.keys, torch.arange(len(self.rows)), self.p), x, site)
+    def reused(self: Masks, x: torch.Tensor, site: int, dim: int = 1, first: int = 0) -> torch.Tensor:
+        return drop(Masks(self.keys, torch.arange(len(self.rows)), self.p), x, site, dim, first)
 
     Masks.drop = reused  # type: ignore[method-assign]
 

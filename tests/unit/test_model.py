@@ -44,7 +44,7 @@ def make_shape(norm: str, activation: str, positions: str, classes: int, tie: bo
 
 def make_model(shape: Shape, seed: int = 3) -> Transformer:
     model = Transformer(shape)
-    materialise(model, parameter_table(shape), seed, torch.float64, CPU)
+    materialise(model, parameter_table(shape), model.part, seed, torch.float64, CPU)
     return model
 
 

@@ -22,13 +22,15 @@ from shardlab.data.prepared import Meta
 from shardlab.errors import ShardlabError
 from shardlab.parallel.clipping import clip, global_norm, squared_norm
 from shardlab.parallel.loss import summed_cross_entropy
-from shardlab.parallel.mesh import AXES, Mesh
+from shardlab.parallel.mesh import AXES, Connected, Mesh
 from shardlab.parallel.microbatch import IGNORE, parts, share, take
 from shardlab.parallel.table import Constant, Entry, ParameterTable, held
 from shardlab.tracking.record import RunRecord
 from shardlab.training.evaluation import count, metrics
 from shardlab.training.learning_rate import learning_rate
 from shardlab.training.length import run_length
+
+ALONE = Connected(Mesh(), 0, dict.fromkeys(AXES))
 
 CUTS = [
     # rows, micro_batch, micro_batches, data_ranks -> sizes
@@ -88,7 +90,7 @@ def test_norm_and_clipping_equal_torchs(largest, dtype, rtol):
         a.grad = torch.randn_like(a)
         b.grad = a.grad.clone()
     held = [(Entry(str(i), tuple(p.shape), Constant(0), 0), p) for i, p in enumerate(ours)]
-    norm = global_norm(held)
+    norm = global_norm(held, ParameterTable({entry.name: entry for entry, _ in held}), ALONE)
     clip(held, norm, largest)
     expected = nn.utils.clip_grad_norm_(theirs, largest)
     assert float(norm) == pytest.approx(float(expected), rel=rtol)

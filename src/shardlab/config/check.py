@@ -8,7 +8,7 @@ that has GPUs how many, or to try an optimizer's values.
 import math
 import os
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,14 +25,11 @@ from shardlab.config.schema import (
     Positions,
     RuntimeConfig,
     StepConfig,
-    StrategyConfig,
     TextConfig,
     TrainerConfig,
 )
+from shardlab.config.strategies import at_least, check_ranks, check_split, settle_cut
 from shardlab.errors import ShardlabError
-
-AXES = tuple(field.name for field in fields(StrategyConfig) if field.name != "name")
-"""The axes of the mesh."""
 
 LARGEST_SEED = 2**32 - 1
 """More seeds than anybody needs; the order of the rows takes them as one 32-bit word."""
@@ -59,6 +56,9 @@ def settle(composed: Composed, *, largest_ranks: int | None = None) -> tuple[Com
     notes = []
     if config.ranks != asked.ranks and any(override.startswith("ranks=") for override in composed.overrides):
         notes.append(f"strategy=single runs on one rank; ranks={asked.ranks} is left unused")
+    for key in ("schedule", "split"):
+        if config.strategy.pipeline == 1 and any(o.startswith(f"strategy.{key}=") for o in composed.overrides):
+            notes.append(f"strategy.pipeline=1: strategy.{key} is left unused")
     if asked.runtime.device is Device.auto and config.runtime.device is Device.cpu and visible_gpus() > 0:
         needed = max(config.ranks, largest_ranks or 0)
         notes.append(f"runtime.device=auto: {visible_gpus()} GPUs are too few for {needed} ranks; taking the CPU")
@@ -68,17 +68,19 @@ def settle(composed: Composed, *, largest_ranks: int | None = None) -> tuple[Com
 def check(config: Config, *, largest_ranks: int | None = None) -> Config:
     """The config with open values settled, after every rule has been looked at.
 
-    Settled: ranks (1 under strategy=single), runtime.device (cpu or cuda), runtime.threads (the cores shared evenly).
+    Settled: ranks (1 under strategy=single), trainer.micro_batches of a pipeline (four a stage), runtime.device (cpu
+    or cuda), runtime.threads (the cores shared evenly).
     largest_ranks: the most ranks that any job of this command uses, all of which must fit on the GPUs for `auto` to
     take them; by default this config's. Raises ShardlabError, one line with what would work.
     """
-    _at_least("ranks", config.ranks, 1)
+    at_least("ranks", config.ranks, 1)
     if not 0 <= config.seed <= LARGEST_SEED:
         raise ShardlabError(f"seed={config.seed}: a seed lies between 0 and {LARGEST_SEED}")
     if not config.run_dir.strip():
         raise ShardlabError("run_dir is empty; give a folder, or leave it away for runs/DATE/TIME")
-    ranks = _ranks(config.strategy, config.ranks)
+    ranks = check_ranks(config.strategy, config.ranks)
     _check_model(config.model)
+    check_split(config)
     check_dataset(config)
     _check_trainer(config.trainer)
     _check_shares(config)
@@ -90,14 +92,10 @@ def check(config: Config, *, largest_ranks: int | None = None) -> Config:
     return replace(
         config,
         ranks=ranks,
+        trainer=settle_cut(config.trainer, config.strategy),
         dataset=_settle_path(config.dataset),
         runtime=_settle(config.runtime, ranks, max(ranks, largest_ranks or 0)),
     )
-
-
-def _at_least(key: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ShardlabError(f"{key}={value}: it must be at least {least}")
 
 
 def _at_most(key: str, value: int | None, most: int) -> None:
@@ -110,32 +108,9 @@ def _positive(key: str, value: float | None) -> None:
         raise ShardlabError(f"{key}={value}: it must be a number above 0")
 
 
-def _ranks(strategy: StrategyConfig, ranks: int) -> int:
-    """The number of ranks of the mesh."""
-    sizes = {axis: getattr(strategy, axis) for axis in AXES}
-    for axis, size in sizes.items():
-        _at_least(f"strategy.{axis}", size, 1)
-    for axis in ("shard", "pipeline", "tensor"):
-        if sizes[axis] > 1:
-            raise ShardlabError(f"strategy.{axis}={sizes[axis]} is not available in this version; 1 is")
-    product = math.prod(sizes.values())
-    if strategy.name == "single":
-        if product > 1:
-            raise ShardlabError(
-                f"strategy=single has every axis 1, not replicate={product}; strategy=ddp with ranks={product} would do"
-            )
-        return 1
-    if product != ranks:
-        raise ShardlabError(
-            f"the axes of strategy={strategy.name} make {product} ranks, but ranks={ranks}; "
-            f"set ranks={product} or strategy.replicate={ranks}"
-        )
-    return ranks
-
-
 def _check_model(model: ModelConfig) -> None:
     for key in ("n_layers", "d_model", "n_heads", "d_ff"):
-        _at_least(f"model.{key}", getattr(model, key), 1)
+        at_least(f"model.{key}", getattr(model, key), 1)
         _at_most(f"model.{key}", getattr(model, key), LARGEST_SIZE)
     if model.d_model % model.n_heads:
         fitting = [n for n in range(1, model.d_model + 1) if model.d_model % n == 0]
@@ -157,7 +132,7 @@ def check_dataset(config: Config) -> None:
     """The rules of the dataset alone; raises ShardlabError."""
     dataset = config.dataset
     for key in ("seq_len", "max_length", "validation_rows", "train_tokens", "train_rows"):
-        _at_least(f"dataset.{key}", getattr(dataset, key, None), 1)
+        at_least(f"dataset.{key}", getattr(dataset, key, None), 1)
         _at_most(f"dataset.{key}", getattr(dataset, key, None), MOST_TOKENS if "train" in key else LARGEST_SIZE)
     if isinstance(dataset, NsmcConfig) and dataset.max_length < 3:
         raise ShardlabError(f"dataset.max_length={dataset.max_length}: [CLS], one piece and [SEP] need 3")
@@ -187,7 +162,7 @@ def _check_trainer(trainer: TrainerConfig) -> None:
         "micro_batches",
         "eval_every",
     ):
-        _at_least(f"trainer.{key}", getattr(trainer, key), 1)
+        at_least(f"trainer.{key}", getattr(trainer, key), 1)
         _at_most(f"trainer.{key}", getattr(trainer, key), MOST_STEPS)
     _positive("trainer.clip", trainer.clip)
     if trainer.micro_batch is not None and trainer.micro_batches is not None:
@@ -216,9 +191,9 @@ def _check_scheduler(config: Config) -> None:
     if isinstance(scheduler, StepConfig):
         if not 0 < scheduler.gamma <= 1:
             raise ShardlabError(f"scheduler.gamma={scheduler.gamma}: it must be above 0 and at most 1")
-        _at_least("scheduler.every_epochs", scheduler.every_epochs, 1)
+        at_least("scheduler.every_epochs", scheduler.every_epochs, 1)
     if isinstance(scheduler, CosineConfig):
-        _at_least("scheduler.warmup_steps", scheduler.warmup_steps, 0)
+        at_least("scheduler.warmup_steps", scheduler.warmup_steps, 0)
         if not 0 <= scheduler.final_ratio <= 1:
             raise ShardlabError(f"scheduler.final_ratio={scheduler.final_ratio}: it must lie between 0 and 1")
 
@@ -226,7 +201,7 @@ def _check_scheduler(config: Config) -> None:
 def _settle(runtime: RuntimeConfig, ranks: int, largest_ranks: int) -> RuntimeConfig:
     # More ranks or threads than that are a slip of the keyboard, and would take the machine down.
     crowd = max(64, 8 * available_cores())
-    _at_least("runtime.threads", runtime.threads, 1)
+    at_least("runtime.threads", runtime.threads, 1)
     _at_most("runtime.threads", runtime.threads, crowd)
     _at_most("ranks", ranks, crowd)
     _positive("runtime.timeout", runtime.timeout)

@@ -21,6 +21,9 @@ REFUSED = {
 }
 """Classes of torch.optim that cannot train this model, and why."""
 
+MATRIX_WISE = ("Adafactor", "Muon")
+"""Classes whose update of an element depends on its whole matrix: a slice of it would train another run."""
+
 GIVEN = ("self", "params", "lr")
 """Arguments that are not keyword arguments of the user's: lr has a key of its own."""
 

@@ -70,6 +70,12 @@ class Device(Enum):
     cuda = "cuda"
 
 
+# Functional, since a name here is what a user writes, and 1f1b is no identifier.
+Schedule = Enum("Schedule", {"gpipe": "gpipe", "1f1b": "1f1b", "naive": "naive"})
+"""The order of a pipeline's forwards and backwards: all forwards first (Huang et al. 2019), one forward and one
+backward in turn (Narayanan et al. 2019), or each micro-batch alone, one stage after the other."""
+
+
 @dataclass
 class ModelConfig:
     """A size of the Transformer; the dataset decides its task and vocabulary."""
@@ -88,13 +94,23 @@ class ModelConfig:
 
 @dataclass
 class StrategyConfig:
-    """A point in the mesh: the size of each axis. Their product is the number of ranks."""
+    """A point in the mesh: the size of each axis. Their product is the number of ranks.
+
+    schedule: of a pipeline; see Schedule
+    split: layers of each stage of a pipeline; null cuts by estimated cost
+    """
 
     name: str = MISSING
     replicate: int = MISSING
     shard: int = MISSING
     pipeline: int = MISSING
     tensor: int = MISSING
+    schedule: Schedule = MISSING
+    split: list[int] | None = None
+
+
+AXES = ("replicate", "shard", "pipeline", "tensor")
+"""The axes of the mesh, as keys of a strategy."""
 
 
 @dataclass

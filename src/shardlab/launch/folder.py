@@ -19,7 +19,7 @@ from shardlab.config.schema import Config
 from shardlab.data.prepared import Meta
 from shardlab.errors import ShardlabError
 from shardlab.launch.new_folder import check_place, new_folders, remove_empty
-from shardlab.parallel.mesh import mesh_of
+from shardlab.parallel.mesh import name_of
 from shardlab.tracking.provenance import provenance, without_credentials
 from shardlab.tracking.record import EVENTS, LINK, PROVENANCE
 from shardlab.tracking.sweep_parent import SWEEP
@@ -30,7 +30,7 @@ MULTIRUN = "multirun.yaml"
 
 def run_name(config: Config) -> str:
     """The name that tables and MLflow show: the user's own, or model, mesh and seed: "tiny-ddp2-s1"."""
-    return config.tracking.run_name or f"{config.model.name}-{mesh_of(config.strategy).name}-s{config.seed}"
+    return config.tracking.run_name or f"{config.model.name}-{name_of(config.strategy)}-s{config.seed}"
 
 
 WRITTEN = ("config.yaml", ".hydra", LINK, "rank-[0-9]*", "checkpoints", "report")

@@ -2,7 +2,8 @@
 
 Numerically it is a stack of torch.nn.TransformerEncoderLayer between a scaled embedding and a linear head, forward
 and backward, written out so that it can be split: every parameter comes from the table, attention's heads are a dim
-of their own, and dropout takes the step's masks instead of a generator.
+of their own, and dropout takes the step's masks instead of a generator. A rank builds its part of it: some of the
+layers, and of each matrix the slice that the tensor axis leaves it (`parallel/tensor.py` says what travels).
 
 Attention is written out too, not F.scaled_dot_product_attention: its probabilities are dropped by our masks, and
 its fused backward sums in no fixed order on CUDA.
@@ -21,7 +22,16 @@ from shardlab.config.schema import Activation, Norm, Positions
 from shardlab.models.parameters import parameter_table
 from shardlab.models.shape import Shape
 from shardlab.parallel.dropout import Masks
+from shardlab.parallel.loss import summed_cross_entropy
+from shardlab.parallel.part import Part, span
 from shardlab.parallel.table import ParameterTable
+from shardlab.parallel.tensor import vocabulary_cross_entropy, vocabulary_embedding
+
+
+def whole(shape: Shape) -> Part:
+    """The part that holds everything."""
+    return Part(range(-1, shape.n_layers + 1))
+
 
 BLOCK_SITES = ("attention", "attention_out", "feed_forward", "feed_forward_out")
 """Where a block drops: attention probabilities, attention's output, the hidden features, the block's output."""
@@ -59,11 +69,12 @@ class _Parameters(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter
 
-    def __init__(self, table: ParameterTable, name: str) -> None:
+    def __init__(self, table: ParameterTable, part: Part, name: str) -> None:
         super().__init__()
+        self.axis = part.axis
         for leaf in ("weight", "bias"):
             if entry := table.entries.get(f"{name}.{leaf}"):
-                self.register_parameter(leaf, nn.Parameter(torch.empty(entry.shape, device="meta")))
+                self.register_parameter(leaf, nn.Parameter(torch.empty(part.shape(entry), device="meta")))
 
 
 class Linear(_Parameters):
@@ -72,6 +83,17 @@ class Linear(_Parameters):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., inputs]; returns [..., outputs]"""
         return F.linear(x, self.weight.reshape(-1, x.shape[-1]), self.bias.flatten())
+
+
+class RowLinear(_Parameters):
+    """The same where the tensor axis cuts the inputs: each rank's product is a summand, and the bias enters once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., inputs held]; returns [..., outputs], whole on every rank"""
+        weight = self.weight.reshape(-1, x.shape[-1])
+        if self.axis.ranks == 1:
+            return F.linear(x, weight, self.bias)
+        return self.axis.leave(F.linear(x, weight)) + self.bias
 
 
 class LayerNorm(_Parameters):
@@ -83,30 +105,33 @@ class LayerNorm(_Parameters):
 
 
 class Embedding(_Parameters):
-    """A row of the weight for each index."""
+    """A row of the weight for each index; the tensor axis cuts the weight by rows."""
 
     def forward(self, indices: Tensor) -> Tensor:
         """indices: int64 [...]; returns [..., d_model]"""
-        return F.embedding(indices, self.weight)
+        if self.axis.ranks == 1:
+            return F.embedding(indices, self.weight)
+        return vocabulary_embedding(indices, self.weight, self.axis.rank * len(self.weight), self.axis)
 
 
 class Attention(nn.Module):
     """Multi-head self-attention."""
 
-    def __init__(self, table: ParameterTable, name: str) -> None:
+    def __init__(self, table: ParameterTable, part: Part, name: str) -> None:
         super().__init__()
-        self.qkv = Linear(table, f"{name}.qkv")
-        self.out = Linear(table, f"{name}.out")
+        self.qkv = Linear(table, part, f"{name}.qkv")
+        self.out = RowLinear(table, part, f"{name}.out")
+        self._axis = part.axis
 
     def forward(self, x: Tensor, hidden: Tensor, masks: Masks | None, site: int) -> Tensor:
         """x: [rows, seq, d_model]; hidden: see `attention_mask`; site: of the probabilities' dropout"""
         rows, seq, _ = x.shape
-        _, n_heads, d_head, _ = self.qkv.weight.shape
-        q, k, v = self.qkv(x).view(rows, seq, 3, n_heads, d_head).permute(2, 0, 3, 1, 4)
+        _, n_heads, d_head, _ = self.qkv.weight.shape  # the heads that are here
+        q, k, v = self.qkv(self._axis.enter(x)).view(rows, seq, 3, n_heads, d_head).permute(2, 0, 3, 1, 4)
         scores = (q * d_head**-0.5) @ k.transpose(-2, -1)
         probabilities = scores.masked_fill(hidden, -math.inf).softmax(-1)
         if masks is not None:
-            probabilities = masks.drop(probabilities, site)
+            probabilities = masks.drop(probabilities, site, dim=1, first=self._axis.rank * n_heads)
         mixed = (probabilities @ v).transpose(1, 2).reshape(rows, seq, n_heads * d_head)
         return cast(Tensor, self.out(mixed))
 
@@ -114,28 +139,31 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two linear maps with a non-linearity and a dropout between."""
 
-    def __init__(self, table: ParameterTable, name: str, activation: Activation) -> None:
+    def __init__(self, table: ParameterTable, part: Part, name: str, activation: Activation) -> None:
         super().__init__()
-        self.up = Linear(table, f"{name}.up")
-        self.down = Linear(table, f"{name}.down")
+        self.up = Linear(table, part, f"{name}.up")
+        self.down = RowLinear(table, part, f"{name}.down")
+        self._axis = part.axis
         self._activation = F.relu if activation is Activation.relu else F.gelu
 
     def forward(self, x: Tensor, masks: Masks | None, site: int) -> Tensor:
         """x: [rows, seq, d_model]"""
-        x = self._activation(self.up(x))
-        return cast(Tensor, self.down(x if masks is None else masks.drop(x, site)))
+        x = self._activation(self.up(self._axis.enter(x)))
+        if masks is not None:
+            x = masks.drop(x, site, dim=2, first=self._axis.rank * x.shape[2])
+        return cast(Tensor, self.down(x))
 
 
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each with its residual sum and normalisation."""
 
-    def __init__(self, table: ParameterTable, layer: int, shape: Shape) -> None:
+    def __init__(self, table: ParameterTable, part: Part, layer: int, shape: Shape) -> None:
         super().__init__()
         name = f"layers.{layer}"
-        self.attention = Attention(table, f"{name}.attention")
-        self.attention_norm = LayerNorm(table, f"{name}.attention_norm")
-        self.feed_forward = FeedForward(table, f"{name}.feed_forward", shape.activation)
-        self.feed_forward_norm = LayerNorm(table, f"{name}.feed_forward_norm")
+        self.attention = Attention(table, part, f"{name}.attention")
+        self.attention_norm = LayerNorm(table, part, f"{name}.attention_norm")
+        self.feed_forward = FeedForward(table, part, f"{name}.feed_forward", shape.activation)
+        self.feed_forward_norm = LayerNorm(table, part, f"{name}.feed_forward_norm")
         self._pre = shape.norm is Norm.pre
         self._first_site = 1 + layer * len(BLOCK_SITES)
 
@@ -154,44 +182,69 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model, built on the meta device; `parallel.table.materialise` gives it values.
+    """The model, or the part of it that a rank holds, built on the meta device; `parallel.table.materialise` gives it
+    values.
 
     Raises nothing of its own: a shape that can't be built is refused by config.check.
     """
 
-    def __init__(self, shape: Shape, table: ParameterTable | None = None) -> None:
+    def __init__(self, shape: Shape, table: ParameterTable | None = None, part: Part | None = None) -> None:
         super().__init__()
         table = table or parameter_table(shape)
-        self.shape = shape
-        self.embedding = Embedding(table, "embedding")
-        if shape.positions is Positions.learned:
-            self.positions = Embedding(table, "positions")
-        self.layers = nn.ModuleDict({str(layer): Block(table, layer, shape) for layer in range(shape.n_layers)})
-        if shape.norm is Norm.pre:
-            self.norm = LayerNorm(table, "norm")
-        self.head = Linear(table, "head")
+        part = part or whole(shape)
+        end = shape.n_layers
+        self.shape, self.part = shape, part
+        self.embedding = Embedding(table, part, "embedding") if -1 in part.layers else None
+        if self.embedding is not None and shape.positions is Positions.learned:
+            # Position vectors are not cut, whatever the axis.
+            self.positions = Embedding(table, Part(part.layers), "positions")
+        here = [layer for layer in range(shape.n_layers) if layer in part.layers]
+        self.layers = nn.ModuleDict({str(layer): Block(table, part, layer, shape) for layer in here})
+        if end in part.layers and shape.norm is Norm.pre:
+            self.norm = LayerNorm(table, part, "norm")
+        self.head = Linear(table, part, "head") if end in part.layers else None
         self._sinusoid = torch.empty(0)
 
-    def forward(self, inputs: Tensor, lengths: Tensor, masks: Masks | None = None) -> Tensor:
-        """Logits: [rows, seq, vocab_size] of a language model, [rows, classes] of a classifier.
+    def forward(self, x: Tensor, lengths: Tensor, masks: Masks | None = None) -> Tensor:
+        """Logits: [rows, seq, words held] of a language model, [rows, classes] of a classifier; [rows, seq, d_model]
+        where the head is another rank's.
 
-        inputs: int64 [rows, seq]; lengths: int64 [rows], positions from there on are padding
+        x: int64 [rows, seq], or [rows, seq, d_model] where the embedding is another rank's
+        lengths: int64 [rows], positions from there on are padding
         masks: the micro-batch's dropout; None drops nothing
         """
-        x = self.embedding(inputs) * math.sqrt(self.shape.d_model) + self._position_vectors(inputs.shape[1])
-        if masks is not None:
-            x = masks.drop(x, 0)
-        hidden = attention_mask(lengths, inputs.shape[1], self.shape.causal)
+        seq = x.shape[1]
+        if self.embedding is not None:
+            x = self.embedding(x) * math.sqrt(self.shape.d_model) + self._position_vectors(seq)
+            if masks is not None:
+                x = masks.drop(x, 0)
+        hidden = attention_mask(lengths, seq, self.shape.causal)
         for block in self.layers.values():
             x = block(x, hidden, masks)
+        if self.head is None:
+            return x
         if self.shape.norm is Norm.pre:
             x = self.norm(x)
-        return cast(Tensor, self.head(x if self.shape.causal else x[:, 0]))
+        if not self.shape.causal:
+            return cast(Tensor, self.head(x[:, 0]))
+        return cast(Tensor, self.head(self.part.axis.enter(x)))
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy in nats, summed over the targets that are not IGNORE: a scalar.
+
+        logits: what `forward` returned; targets: int64 [rows, seq] or [rows]
+        """
+        if not self.shape.causal or self.part.axis.ranks == 1:
+            return summed_cross_entropy(logits, targets)
+        words = span(self.shape.vocab_size, self.part.axis)
+        flat = logits.flatten(0, -2), targets.flatten()
+        return vocabulary_cross_entropy(*flat, words.first, words.valid, self.part.axis)
 
     def _position_vectors(self, seq: int) -> Tensor:
         """[seq, d_model] in the parameters' dtype, on their device."""
         if self.shape.positions is Positions.learned:
             return self.positions.weight[:seq]
+        assert self.embedding is not None
         like = self.embedding.weight
         if self._sinusoid.shape[0] < seq or self._sinusoid.dtype != like.dtype or self._sinusoid.device != like.device:
             self._sinusoid = sinusoid(seq, self.shape.d_model).to(like)

@@ -1,7 +1,7 @@
 """The gradient's global norm, and clipping to it.
 
-Squares are taken per parameter in fp64 and added in the table's order, tied parameters once, so that the norm
-is the same number under every mesh.
+Squares are taken per parameter in fp64, collected over the ranks that hold its parts, and added in the table's
+order on every rank, tied parameters once: so the norm is the same number under every mesh.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardlab.parallel.table import Entry
+from shardlab.parallel.mesh import Connected
+from shardlab.parallel.table import Entry, ParameterTable
 
 _CHUNK = 2**17
 """Elements converted to fp64 at a time: 1 MiB, which stays in the cache."""
@@ -32,12 +33,20 @@ def squared_norm(x: Tensor) -> Tensor:
     return torch.stack(squares).sum()
 
 
-def global_norm(held: list[tuple[Entry, nn.Parameter]]) -> Tensor:
-    """The 2-norm of all gradients together: an fp64 scalar on the parameters' device.
+def global_norm(held: list[tuple[Entry, nn.Parameter]], table: ParameterTable, mesh: Connected) -> Tensor:
+    """The 2-norm of all gradients together: an fp64 scalar on the parameters' device, the same on every rank.
 
-    held: in the table's order (`table.held`). Gradients must be complete (summed over the mesh).
+    held: what this rank holds (`table.held`). Gradients must be complete (summed over the data axes).
+
+    Each rank fills in the squares of what it holds. A parameter that the tensor axis doesn't cut stands whole on
+    each of its ranks, and the first one counts it. Padding has no gradient.
     """
-    return torch.stack([squared_norm(p.grad) for _, p in held if p.grad is not None]).sum().sqrt()
+    place = {entry.name: number for number, entry in enumerate(table.own)}
+    squares = torch.zeros(len(place), dtype=torch.float64, device=held[0][1].device)
+    for entry, parameter in held:
+        if parameter.grad is not None and (entry.tensor_dim is not None or mesh.place["tensor"] == 0):
+            squares[place[entry.name]] = squared_norm(parameter.grad)
+    return mesh.sum(squares, ("pipeline", "tensor")).sum().sqrt()
 
 
 def clip(held: list[tuple[Entry, nn.Parameter]], norm: Tensor, largest: float) -> None:

@@ -68,10 +68,12 @@ class Masks:
     rows: Tensor
     p: float
 
-    def drop(self, x: Tensor, site: int) -> Tensor:
+    def drop(self, x: Tensor, site: int, dim: int = 1, first: int = 0) -> Tensor:
         """Zero a share p of x and scale the rest by 1/(1-p).
 
         x: [rows, positions, features], or attention probabilities [rows, heads, queries, keys]
+        dim, first: x is a slice of the whole along that dim, from that index on
         """
         indices = [self.rows, *(torch.arange(size, device=x.device) for size in x.shape[1:])]
+        indices[dim] = indices[dim] + first
         return x * keep(self.keys[site], indices, self.p).to(x.dtype).mul_(1 / (1 - self.p))

@@ -20,11 +20,17 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from shardlab.parallel.tensor import TensorAxis
+
 AXES = ("pipeline", "replicate", "shard", "tensor")
 """Outermost first."""
 
 DATA_AXES = ("replicate", "shard")
 """The axes along which ranks train different rows of a step."""
+
+LOSS_AXES = ("pipeline", *DATA_AXES)
+"""The axes over which a step's loss is added up: different rows, and stages of which the last alone has a loss. The
+ranks of the tensor axis all have the same one."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,12 @@ def mesh_of(strategy: StrategyConfig) -> Mesh:
     return Mesh(**{axis: getattr(strategy, axis) for axis in AXES})
 
 
+def name_of(strategy: StrategyConfig) -> str:
+    """The mesh's name, with the schedule of a pipeline where it isn't the usual one: 'pipeline2', 'pipeline2-naive'."""
+    mesh, schedule = mesh_of(strategy), strategy.schedule.name
+    return mesh.name if mesh.pipeline == 1 or schedule == "1f1b" else f"{mesh.name}-{schedule}"
+
+
 @dataclass(frozen=True)
 class Connected:
     """A rank's view of the mesh once the ranks are connected.
@@ -96,6 +108,18 @@ class Connected:
     def data_rank(self) -> int:
         """Which share of a step's rows this rank trains."""
         return self.mesh.data_rank(self.rank)
+
+    @property
+    def place(self) -> dict[str, int]:
+        """This rank's place along each axis."""
+        return self.mesh.coordinate(self.rank)
+
+    @property
+    def tensor(self) -> TensorAxis:
+        """This rank's place on the tensor axis, with the group that its collectives go over."""
+        from shardlab.parallel.tensor import TensorAxis
+
+        return TensorAxis(self.groups["tensor"], self.place["tensor"], self.mesh.tensor)
 
     def sum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         """Sum x in place over the ranks along some axes; returns it."""

@@ -27,8 +27,9 @@ leaves early. DDP's own choice (Li et al. 2020, section 3.2.3)."""
 class GradientSum:
     """Sums the gradients of a step over the ranks of a group.
 
-    A step is: `zero()`, backward of all micro-batches but the last, `overlap()`, backward of the last, `finish()`.
-    Every rank of the group must hold the same parameters. With group None, one process, nothing is sent.
+    A step is: `start(n)`, the backward passes of n micro-batches in any order, `finish()`. A bucket leaves as soon as
+    each of its parameters has had its n-th gradient. Every rank of the group must hold the same parameters. With
+    group None, one process, nothing is sent.
     """
 
     def __init__(self, held: list[tuple[Entry, nn.Parameter]], group: ProcessGroup | None, axis: str = "replicate"):
@@ -38,7 +39,6 @@ class GradientSum:
         self._pending: list[int] = []
         self._members: list[int] = []
         self._works: list[Work] = []
-        self._armed = False
         if group is not None:
             self._fill_buckets()
 
@@ -66,22 +66,16 @@ class GradientSum:
         self._buckets.append(flat)
         self._members.append(len(parameters))
 
-    def zero(self) -> None:
-        """Forget the last step's gradients."""
+    def start(self, backwards: int) -> None:
+        """Forget the last step's gradients; this step has so many backward passes on this rank."""
         for flat in self._buckets:
             flat.zero_()
         if not self._buckets:
             for parameter in self._parameters:
                 parameter.grad = None
-
-    def overlap(self) -> None:
-        """Say that the next backward is the step's last: send each bucket as soon as it is complete."""
-        self._pending = list(self._members)
-        self._armed = bool(self._buckets)
+        self._pending = [members * backwards for members in self._members]
 
     def _arrived(self, number: int, _: Tensor) -> None:
-        if not self._armed:
-            return
         self._pending[number] -= 1
         # In the buckets' order on every rank, or two ranks' collectives would be matched wrongly.
         while len(self._works) < len(self._buckets) and self._pending[len(self._works)] == 0:
@@ -100,4 +94,3 @@ class GradientSum:
         for work in self._works:
             work.wait()
         self._works.clear()
-        self._armed = False

@@ -3,8 +3,9 @@
 A model writes its table from the config alone. Building, initialising, reducing, the gradient norm, checkpoints
 and parity read it; nothing else decides a name, a shape or a placement.
 
-A parameter's first value is drawn from (seed, its canonical name), always on the CPU in fp32 and whole, then cast:
-so every mesh, device and precision starts from the same numbers. No rank ever needs another parameter for it.
+A parameter's first value is drawn from (seed, its canonical name), always on the CPU in fp32 and in the order of the
+whole, then cast: so every mesh, device and precision starts from the same numbers. No rank ever needs another
+parameter for it, nor more of this one than it holds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.parallel.mesh import AXES, DATA_AXES
+from shardlab.parallel.part import Part
+
+_SKIPPED = 2**18
+"""Values drawn at a time where a rank walks over what others hold: 1 MiB."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,9 @@ class Uniform:
 
     bound: float
 
-    def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """fp32 on the CPU."""
-        return torch.empty(shape).uniform_(-self.bound, self.bound, generator=generator)
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """The next `count` values: fp32 [count] on the CPU. Drawing a, then b, gives the same as drawing a + b."""
+        return torch.empty(count).uniform_(-self.bound, self.bound, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,10 @@ class Normal:
 
     std: float
 
-    def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """fp32 on the CPU."""
-        return torch.empty(shape).normal_(0.0, self.std, generator=generator)
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """As Uniform's: by Box and Muller's transform of two uniforms a value (torch's own draws in blocks of 16)."""
+        radius, angle = torch.rand(count, 2, generator=generator).unbind(1)
+        return (-2 * torch.log1p(-radius)).sqrt_() * torch.cos(2 * math.pi * angle) * self.std
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,9 @@ class Constant:
 
     value: float
 
-    def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """fp32 on the CPU."""
-        return torch.full(shape, self.value)
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """As Uniform's."""
+        return torch.full((count,), self.value)
 
 
 Law = Uniform | Normal | Constant
@@ -112,11 +118,35 @@ class ParameterTable:
         return sum(entry.elements for entry in self.own)
 
 
-def initial_value(entry: Entry, seed: int) -> Tensor:
-    """The whole parameter's first value: fp32 on the CPU, a function of (seed, name) alone."""
+def initial_value(entry: Entry, seed: int, part: Part | None = None) -> Tensor:
+    """A parameter's first value, or what a part holds of it: fp32 on the CPU, a function of (seed, name) alone.
+
+    The whole parameter's values are one stream in its row-major order. A rank walks through it and keeps its own
+    stretches, so that no more than its slice is ever in memory. Padding is zero.
+    """
     digest = hashlib.blake2b(f"{seed}/{entry.name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return entry.law.draw(entry.shape, generator)
+    held = None if part is None else part.span(entry)
+    if held is None or part is None or entry.tensor_dim is None:
+        return entry.law.draw(entry.elements, generator).view(entry.shape)
+    if isinstance(entry.law, Constant):
+        value = entry.law.draw(math.prod(part.shape(entry)), generator).view(part.shape(entry))
+        value.narrow(entry.tensor_dim, held.valid, held.size - held.valid).zero_()
+        return value
+    value = torch.zeros(part.shape(entry))
+    inner = math.prod(entry.shape[entry.tensor_dim + 1 :])
+    before, after = held.first * inner, (entry.shape[entry.tensor_dim] - held.first - held.valid) * inner
+    for own in value.view(-1, held.size * inner):
+        _skip(entry.law, before, generator)
+        own[: held.valid * inner] = entry.law.draw(held.valid * inner, generator)
+        _skip(entry.law, after, generator)
+    return value
+
+
+def _skip(law: Law, count: int, generator: torch.Generator) -> None:
+    """Draw `count` values and forget them, a megabyte at a time."""
+    for first in range(0, count, _SKIPPED):
+        law.draw(min(_SKIPPED, count - first), generator)
 
 
 def held(model: nn.Module, table: ParameterTable) -> list[tuple[Entry, nn.Parameter]]:
@@ -133,13 +163,16 @@ def held(model: nn.Module, table: ParameterTable) -> list[tuple[Entry, nn.Parame
     return [(entry, by_owner[entry.name]) for entry in table.own if entry.name in by_owner]
 
 
-def materialise(model: nn.Module, table: ParameterTable, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a model that was built on the meta device its first values, one parameter at a time."""
+def materialise(
+    model: nn.Module, table: ParameterTable, part: Part, seed: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give a part of a model that was built on the meta device its first values, one parameter at a time."""
     owners = dict(model.named_modules())
     made: dict[str, nn.Parameter] = {}
     for name in [name for name, _ in model.named_parameters(remove_duplicate=False)]:
         source = table[name].tied_to or name
         if source not in made:
-            made[source] = nn.Parameter(initial_value(table[source], seed).to(device=device, dtype=dtype))
+            value = initial_value(table[source], seed, part)
+            made[source] = nn.Parameter(value.to(device=device, dtype=dtype))
         owner, _, leaf = name.rpartition(".")
         setattr(owners[owner], leaf, made[source])

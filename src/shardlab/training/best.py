@@ -1,15 +1,25 @@
-"""The best model by validation loss: a copy in the run folder, never a reference to the live one."""
+"""The best model by validation loss: a copy in the run folder, never a reference to the live one.
+
+One safetensors file under canonical names and whole shapes, whatever the mesh. Nothing is gathered for it: where
+each tensor lies in the file follows from the table, so each rank writes its own part into its place, and reads back
+its own part alone.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from shardlab.training.build import Training
+
+_NAMES = {torch.float32: "F32", torch.float64: "F64"}
+"""What safetensors calls a dtype."""
 
 
 def best_path(run_dir: Path) -> Path:
@@ -18,19 +28,63 @@ def best_path(run_dir: Path) -> Path:
 
 
 def save_best(training: Training, run_dir: Path) -> None:
-    """Write the live parameters, whole or not at all. Only rank 0 writes: it holds them all."""
-    if training.mesh.rank != 0:
-        return
+    """Write the live parameters, whole or not at all. All ranks of the mesh must call it.
+
+    Of ranks that hold the same, the first along each axis writes.
+    """
     path = best_path(run_dir)
-    path.parent.mkdir(exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
-    save_file({entry.name: parameter.detach().contiguous() for entry, parameter in training.held}, unfinished)
-    os.replace(unfinished, path)
+    dtype = training.held[0][1].dtype
+    starts, header = layout(training, dtype)
+    place = training.mesh.place
+    if training.mesh.rank == 0:
+        path.parent.mkdir(exist_ok=True)
+        with unfinished.open("wb") as file:
+            file.write(header)
+            file.truncate(starts[""])
+    meet(training)
+    if place["replicate"] == place["shard"] == 0:
+        for entry, parameter in training.held:
+            if entry.tensor_dim is None and place["tensor"] > 0:
+                continue
+            own = parameter.detach()[training.part.valid(entry)].cpu().numpy()
+            whole = np.memmap(unfinished, own.dtype, "r+", starts[entry.name], entry.shape)
+            whole[training.part.index(entry)] = own
+            whole.flush()
+    meet(training)
+    if training.mesh.rank == 0:
+        os.replace(unfinished, path)
+
+
+def layout(training: Training, dtype: torch.dtype) -> tuple[dict[str, int], bytes]:
+    """Where each tensor's bytes start in the file (the file's end under ""), and the bytes before the first.
+
+    Source: the format's own description, github.com/huggingface/safetensors: the header's length as eight bytes,
+    the header in JSON, then the tensors in row-major order. Blanks pad the header, so that tensors are aligned.
+    """
+    starts, header, first = {}, {}, 0
+    for entry in training.table.own:
+        starts[entry.name], first = first, first + entry.elements * dtype.itemsize
+        offsets = [starts[entry.name], first]
+        header[entry.name] = {"dtype": _NAMES[dtype], "shape": list(entry.shape), "data_offsets": offsets}
+    starts[""] = first
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 64)
+    bytes_before = len(text).to_bytes(8, "little") + text
+    return {name: len(bytes_before) + start for name, start in starts.items()}, bytes_before
 
 
 @torch.no_grad()
 def load_best(training: Training, run_dir: Path) -> None:
     """Put the saved values into the live parameters; every rank reads what it holds."""
+    meet(training)
     with safe_open(best_path(run_dir), framework="pt", device=str(training.device)) as saved:
         for entry, parameter in training.held:
-            parameter.copy_(saved.get_tensor(entry.name))
+            own = saved.get_slice(entry.name)[training.part.index(entry)]
+            parameter[training.part.valid(entry)].copy_(own)
+
+
+def meet(training: Training) -> None:
+    """Wait for the other ranks."""
+    if training.mesh.mesh.ranks > 1:
+        dist.barrier()

@@ -10,12 +10,16 @@ from torch import nn
 from shardlab.config.schema import Config, Precision
 from shardlab.data.dataset import Batch, Dataset
 from shardlab.errors import ShardlabError
+from shardlab.models.cost import place_weights
 from shardlab.models.parameters import parameter_table
 from shardlab.models.shape import Shape, shape_of
 from shardlab.models.transformer import Transformer
 from shardlab.parallel.mesh import Connected
 from shardlab.parallel.microbatch import MicroBatch, parts, share, take
+from shardlab.parallel.part import Part
+from shardlab.parallel.pipeline import Pipeline
 from shardlab.parallel.replicate import GradientSum
+from shardlab.parallel.stages import cut, stage_ranges
 from shardlab.parallel.table import Entry, ParameterTable, held, materialise
 
 DTYPES = {Precision.fp32: torch.float32, Precision.fp64: torch.float64}
@@ -23,7 +27,11 @@ DTYPES = {Precision.fp32: torch.float32, Precision.fp64: torch.float64}
 
 @dataclass(frozen=True)
 class Training:
-    """All that a rank trains with. held: the parameters it holds, in the table's order."""
+    """All that a rank trains with.
+
+    part: what this rank holds of the model; held: its parameters, in the table's order
+    pipeline: None where one stage is the whole model
+    """
 
     config: Config
     mesh: Connected
@@ -31,7 +39,9 @@ class Training:
     dataset: Dataset
     shape: Shape
     table: ParameterTable
+    part: Part
     model: Transformer
+    pipeline: Pipeline | None
     held: list[tuple[Entry, nn.Parameter]]
     optimizer: torch.optim.Optimizer
     gradient_sum: GradientSum
@@ -50,12 +60,40 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
     """Raises ShardlabError where torch refuses the optimizer's arguments."""
     shape = shape_of(config.model, dataset.vocab_size, dataset.n_classes, dataset.max_len)
     table = parameter_table(shape)
-    model = Transformer(shape, table)
-    materialise(model, table, config.seed, DTYPES[config.precision.name], device)
+    part = Part(stage_layers(config, shape, table)[mesh.place["pipeline"]], mesh.tensor)
+    model = Transformer(shape, table, part)
+    dtype = DTYPES[config.precision.name]
+    materialise(model, table, part, config.seed, dtype, device)
     parameters = held(model, table)
-    optimizer = build_optimizer(config, [parameter for _, parameter in parameters])
-    gradient_sum = GradientSum(parameters, mesh.groups["replicate"])
-    return Training(config, mesh, device, dataset, shape, table, model, parameters, optimizer, gradient_sum)
+    return Training(
+        config,
+        mesh,
+        device,
+        dataset,
+        shape,
+        table,
+        part,
+        model,
+        build_pipeline(config, mesh, dtype, device),
+        parameters,
+        build_optimizer(config, [parameter for _, parameter in parameters]),
+        GradientSum(parameters, mesh.groups["replicate"]),
+    )
+
+
+def stage_layers(config: Config, shape: Shape, table: ParameterTable) -> list[range]:
+    """The layers of each stage: as the config says, or by their estimated cost."""
+    split = config.strategy.split or cut(place_weights(shape, table), config.strategy.pipeline)
+    return stage_ranges(split)
+
+
+def build_pipeline(config: Config, mesh: Connected, dtype: torch.dtype, device: torch.device) -> Pipeline | None:
+    """This rank's end of the pipeline, if there is one."""
+    group, schedule = mesh.groups["pipeline"], config.strategy.schedule.name
+    if group is None:
+        return None
+    stage, stages = mesh.place["pipeline"], mesh.mesh.pipeline
+    return Pipeline(stage, stages, group, schedule, config.model.d_model, dtype, device)
 
 
 def build_optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

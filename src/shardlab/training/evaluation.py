@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from shardlab.data.rows import feed
-from shardlab.parallel.loss import summed_cross_entropy
-from shardlab.parallel.mesh import DATA_AXES
+from shardlab.parallel.mesh import LOSS_AXES
 from shardlab.parallel.microbatch import IGNORE
 from shardlab.training.build import Training
+from shardlab.training.passes import forward_only
 
 
 @torch.no_grad()
@@ -33,11 +33,10 @@ def evaluate(training: Training, split: str, batches: int | None = None) -> dict
     for batch in feed(
         training.dataset, split, global_batch=config.trainer.global_batch, seed=config.seed, epoch=0, stop=batches
     ):
-        for micro_batch in training.micro_batches(batch):
-            logits = training.model(micro_batch.inputs, micro_batch.lengths)
-            loss += summed_cross_entropy(logits, micro_batch.targets)
+        for micro_batch, logits in forward_only(training, training.micro_batches(batch)):
+            loss += training.model.loss(logits, micro_batch.targets)
             confusion += count(logits, micro_batch.targets, classes)
-    totals = training.mesh.sum(torch.cat([loss.view(1), confusion]), DATA_AXES).tolist()
+    totals = training.mesh.sum(torch.cat([loss.view(1), confusion]), LOSS_AXES).tolist()
     return metrics(totals[0], totals[1:])
 
 

@@ -85,8 +85,6 @@ def train(training: Training, log: EventLog, run_dir: Path, total_steps: int, ep
             now = time.perf_counter()
         last = now
     if trainer.test:
-        if training.mesh.mesh.ranks > 1:
-            dist.barrier()  # rank 0 has written the best model
         load_best(training, run_dir)
         report(training, log, "test", best_step)
 
@@ -134,11 +132,13 @@ def start_facts(training: Training, total_steps: int, epoch_steps: int) -> dict[
 
 
 def rank_facts(training: Training, place: Place) -> dict[str, object]:
-    """What only this rank knows."""
+    """What only this rank knows: where it ran, the layers it held, and its elements of parameters."""
     return {
         "rank": place.rank,
         "pid": os.getpid(),
         "device": device_name(training.device),
         "threads": torch.get_num_threads(),
+        "layers": list(training.model.layers),
+        "parameters": sum(parameter.numel() for _, parameter in training.held),
         "peak_memory": peak_memory(training.device),
     }

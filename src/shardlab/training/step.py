@@ -10,9 +10,11 @@ from shardlab.data.dataset import Batch
 from shardlab.models.transformer import dropout_sites
 from shardlab.parallel.clipping import clip, global_norm
 from shardlab.parallel.dropout import Masks, step_keys
-from shardlab.parallel.loss import count_targets, summed_cross_entropy
-from shardlab.parallel.mesh import DATA_AXES
+from shardlab.parallel.loss import count_targets
+from shardlab.parallel.mesh import LOSS_AXES
+from shardlab.parallel.microbatch import MicroBatch
 from shardlab.training.build import Training
+from shardlab.training.passes import forward_backward
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class StepResult:
 def train_step(training: Training, batch: Batch, step: int, lr: float) -> StepResult:
     """Train on one global batch, of which every rank is given all rows. step: 1.. ; keys the dropout masks."""
     config = training.config
-    loss = forward_backward(training, batch, step)
-    norm = global_norm(training.held)
+    loss = gradients(training, batch, step)
+    norm = global_norm(training.held, training.table, training.mesh)
     if config.trainer.clip is not None:
         clip(training.held, norm, config.trainer.clip)
     for group in training.optimizer.param_groups:
@@ -36,21 +38,16 @@ def train_step(training: Training, batch: Batch, step: int, lr: float) -> StepRe
     return StepResult(float(loss), float(norm))
 
 
-def forward_backward(training: Training, batch: Batch, step: int) -> torch.Tensor:
+def gradients(training: Training, batch: Batch, step: int) -> torch.Tensor:
     """Leave the step's summed gradients in the parameters; returns its loss, an fp64 scalar equal on every rank."""
-    model, reducer, p = training.model, training.gradient_sum, training.shape.dropout
+    reducer, p = training.gradient_sum, training.shape.dropout
     keys = step_keys(training.config.seed, step, dropout_sites(training.shape) if p > 0 else [], training.device)
-    targets = count_targets(batch.targets)
-    total = torch.zeros((), dtype=torch.float64, device=training.device)
-    reducer.zero()
+
+    def masks(micro_batch: MicroBatch) -> Masks | None:
+        return Masks(keys, micro_batch.rows, p) if p > 0 else None
+
     mine = training.micro_batches(batch)
-    for micro_batch in mine:
-        if micro_batch is mine[-1]:
-            reducer.overlap()
-        masks = Masks(keys, micro_batch.rows, p) if p > 0 else None
-        logits = model(micro_batch.inputs, micro_batch.lengths, masks)
-        loss = summed_cross_entropy(logits, micro_batch.targets) / targets
-        loss.backward()
-        total += loss.detach()
+    reducer.start(len(mine))
+    loss = forward_backward(training, mine, masks, count_targets(batch.targets))
     reducer.finish()
-    return training.mesh.sum(total, DATA_AXES)
+    return training.mesh.sum(loss, LOSS_AXES)

@@ -1,0 +1,24 @@
+"""What each place of the model costs: operations and parameters, counted from the shape alone."""
+
+from __future__ import annotations
+
+from shardlab.models.shape import Shape
+from shardlab.parallel.stages import Weight
+from shardlab.parallel.table import ParameterTable
+
+
+def place_weights(shape: Shape, table: ParameterTable) -> list[Weight]:
+    """Of the embedding, each layer, and norm and head together.
+
+    Time is floating-point operations of a token's forward pass: two for each weight of a matrix, and 4 * max_len *
+    d_model for the two attention products. (Backward takes twice as much of each, which changes no proportion.) A
+    classifier's head reads one position of max_len. The embedding multiplies nothing: it scales and adds.
+    """
+    elements = [0] * (shape.n_layers + 2)
+    for entry in table.own:
+        elements[entry.layer + 1] += entry.elements
+    d = shape.d_model
+    layer = 2 * (4 * d * d + 2 * d * shape.d_ff) + 4 * shape.max_len * d
+    head = 2 * shape.outputs * d / (1 if shape.causal else shape.max_len)
+    times = [2 * d, *[layer] * shape.n_layers, head]
+    return [Weight(time, count) for time, count in zip(times, elements, strict=True)]
