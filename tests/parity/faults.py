@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 
 import shardlab.models.transformer as transformer
+import shardlab.parallel.clipping as clipping
 import shardlab.parallel.replicate as replicate
+import shardlab.parallel.table as table
+import shardlab.parallel.tensor as tensor
 import shardlab.training.build as build
+import shardlab.training.step as step
 from shardlab.config.schema import Config
 from shardlab.parallel.dropout import Masks
-from shardlab.parallel.mesh import Mesh, connect
+from shardlab.parallel.mesh import Connected, Mesh, connect
 from shardlab.parallel.microbatch import take
+from shardlab.parallel.pipeline import Pipeline
 from shardlab.parallel.replicate import GradientSum
 from shardlab.training.device import meet
 from shardlab.training.loop import train_rank
@@ -70,6 +77,105 @@ def reuse_a_mask() -> None:
     Masks.drop = reused  # type: ignore[method-assign]
 
 
+def swap_two_targets() -> None:
+    """The last stage holds the outputs of the first two micro-batches against each other's targets."""
+    run = Pipeline.forward_backward
+
+    def swapped(self: Pipeline, forward, micro_batches):
+        if self.is_last:
+            a, b, *rest = micro_batches
+            micro_batches = [replace(a, targets=b.targets), replace(b, targets=a.targets), *rest]
+        return run(self, forward, micro_batches)
+
+    Pipeline.forward_backward = swapped  # type: ignore[method-assign]
+
+
+def clip_per_stage() -> None:
+    """Each stage is clipped by its own norm; the whole one is recorded."""
+    clip = step.clip
+
+    def careless(held, norm, largest):
+        own = torch.stack([p.grad.square().sum() for _, p in held]).sum().sqrt()
+        clip(held, own, largest)
+
+    step.clip = careless
+
+
+def divide_by_micro_batches() -> None:
+    """torch's default for schedules: as if each micro-batch's loss were a mean."""
+    prepare = Pipeline._prepare
+
+    def scaled(self: Pipeline, *arguments):
+        schedule = prepare(self, *arguments)
+        schedule.scale_grads = True
+        return schedule
+
+    Pipeline._prepare = scaled  # type: ignore[method-assign]
+
+
+def skip_f() -> None:
+    """What goes into split matrices gets its gradient from this rank's columns alone."""
+    tensor._Enter.backward = staticmethod(lambda ctx, grad: (grad, None))  # type: ignore[method-assign]
+
+
+def bias_on_every_rank() -> None:
+    """A row-split product adds its bias before the sum over ranks."""
+
+    def careless(self, x):
+        return self.axis.leave(F.linear(x, self.weight.reshape(-1, x.shape[-1]), self.bias))
+
+    transformer.RowLinear.forward = careless  # type: ignore[method-assign]
+
+
+def fan_of_the_shard() -> None:
+    """Matrices that are split by their inputs are drawn with the bound of what is left of them."""
+    draw = table.initial_value
+
+    def careless(entry, seed, part):
+        if entry.name.endswith(("out.weight", "down.weight")):
+            entry = replace(entry, law=table.Uniform(entry.law.bound * part.axis.ranks**0.5))
+        return draw(entry, seed, part)
+
+    table.initial_value = careless
+
+
+def masks_of_the_first_slice() -> None:
+    """Every rank drops its heads and features with the masks of the first rank's."""
+    drop = Masks.drop
+    Masks.drop = lambda self, x, site, dim=1, first=0: drop(self, x, site)  # type: ignore[method-assign]
+
+
+def count_padded_words() -> None:
+    """The softmax takes the padding of the vocabulary for words."""
+    span = transformer.span
+
+    def careless(whole, axis):
+        return replace(span(whole, axis), valid=span(whole, axis).size)
+
+    transformer.span = careless
+
+
+def count_replicated_twice() -> None:
+    """Each tensor rank adds what all of them hold to the norm."""
+    step.global_norm = lambda held, table, mesh: clipping.global_norm(held, table, _First(mesh))
+
+
+class _First:
+    """A mesh where every rank takes itself for the first of the tensor axis."""
+
+    def __init__(self, mesh: Connected) -> None:
+        self.sum, self.place = mesh.sum, mesh.place | {"tensor": 0}
+
+
+DATA_FAULTS = (
+    "skip_all_reduce",
+    "mean_instead_of_sum",
+    "count_padding_as_targets",
+    "mean_of_micro_batch_means",
+    "reuse_a_mask",
+)
+"""Those that data parallel ranks can have."""
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -78,6 +184,15 @@ FAULTS = {
         count_padding_as_targets,
         mean_of_micro_batch_means,
         reuse_a_mask,
+        swap_two_targets,
+        clip_per_stage,
+        divide_by_micro_batches,
+        skip_f,
+        bias_on_every_rank,
+        fan_of_the_shard,
+        masks_of_the_first_slice,
+        count_padded_words,
+        count_replicated_twice,
     )
 }
 

@@ -78,3 +78,19 @@ def identical(one: Trained, other: Trained) -> bool:
     """Bit for bit: record and weights."""
     same = one.weights.keys() == other.weights.keys() and one.events == other.events
     return same and all(torch.equal(value, other.weights[name]) for name, value in one.weights.items())
+
+
+def evaluation(record: Trained) -> list[dict]:
+    """The numbers of each evaluation."""
+    return [
+        {key: value for key, value in event.items() if not isinstance(value, str)}
+        for event in record.events
+        if event["event"] == "eval"
+    ]
+
+
+def same_bits(one: Trained, other: Trained) -> bool:
+    """Bit for bit: losses, norms, evaluations and weights; the mesh may differ."""
+    columns = all(one.column(key) == other.column(key) for key in ("loss", "grad_norm"))
+    same = columns and evaluation(one) == evaluation(other) and one.weights.keys() == other.weights.keys()
+    return same and all(torch.equal(value, other.weights[name]) for name, value in one.weights.items())
