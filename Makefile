@@ -1,4 +1,4 @@
-# make demo   train one model as single and as ddp, and compare the two
+# make demo   train one model as single, ddp, pipeline and tensor, and compare them
 # make test   the whole suite        make lint   ruff and mypy        make venv   the environment alone
 #
 # PYTHON=path uses the environment of that python as it is: nothing is made or installed.
@@ -16,7 +16,7 @@ endif
 .PHONY: demo test lint venv check
 
 demo: $(environment)
-	$(python) -m shardlab train -m experiment=demo strategy=single,ddp
+	$(python) -m shardlab train -m experiment=demo strategy=single,ddp,pipeline,tensor
 	@echo
 	$(python) -m shardlab compare last
 	@echo

@@ -101,18 +101,6 @@ def clip_per_stage() -> None:
     step.clip = careless
 
 
-def divide_by_micro_batches() -> None:
-    """torch's default for schedules: as if each micro-batch's loss were a mean."""
-    prepare = Pipeline._prepare
-
-    def scaled(self: Pipeline, *arguments):
-        schedule = prepare(self, *arguments)
-        schedule.scale_grads = True
-        return schedule
-
-    Pipeline._prepare = scaled  # type: ignore[method-assign]
-
-
 def skip_f() -> None:
     """What goes into split matrices gets its gradient from this rank's columns alone."""
     tensor._Enter.backward = staticmethod(lambda ctx, grad: (grad, None))  # type: ignore[method-assign]
@@ -186,7 +174,6 @@ FAULTS = {
         reuse_a_mask,
         swap_two_targets,
         clip_per_stage,
-        divide_by_micro_batches,
         skip_f,
         bias_on_every_rank,
         fan_of_the_shard,

@@ -9,6 +9,7 @@ from trained import difference, identical, train
 GPUS = torch.cuda.device_count()
 ONE_GPU = pytest.mark.skipif(GPUS < 1, reason="no GPU here")
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, {GPUS} here")
+FOUR_GPUS = pytest.mark.skipif(GPUS < 4, reason=f"needs 4 GPUs, {GPUS} here")
 
 BASE = ["model=tiny", "model.dropout=0.2", "trainer.steps=20", "trainer.eval_batches=2", "trainer.clip=0.1"]
 BASE += ["trainer.global_batch=13", "trainer.micro_batch=4", "optimizer=sgd", "optimizer.lr=0.5"]
@@ -32,9 +33,21 @@ def test_same_config_twice_is_bit_identical_on_cuda(task, tmp_path):
 
 
 @TWO_GPUS
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline", "pipeline_naive", "tensor"])
 @pytest.mark.parametrize("task", TASKS)
-def test_ranks_on_gpus_train_the_same_run(task, tmp_path):
+def test_ranks_on_gpus_train_the_same_run(task, strategy, tmp_path):
     overrides = [*BASE, *task, "precision=fp64", "runtime.device=cuda"]
     one = train(tmp_path / "single", overrides)
-    two = train(tmp_path / "ddp", [*overrides, "strategy=ddp", "ranks=2"])
+    two = train(tmp_path / "split", [*overrides, f"strategy={strategy}", "ranks=2"])
     assert difference(one, two) < 1e-9
+
+
+@FOUR_GPUS
+@pytest.mark.parametrize("axes", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
+def test_products_on_gpus_train_the_same_run(axes, tmp_path):
+    overrides = [*BASE, *TASKS[0], "precision=fp64", "runtime.device=cuda"]
+    sizes = zip(("pipeline", "replicate", "tensor"), axes, strict=True)
+    mesh = [f"strategy.{axis}={size}" for axis, size in sizes]
+    one = train(tmp_path / "single", overrides)
+    four = train(tmp_path / "split", [*overrides, "strategy=hybrid", "ranks=4", *mesh])
+    assert difference(one, four) < 1e-9

@@ -58,7 +58,7 @@ def _smallest_largest(layers: int, stages: int, cost: Callable[[int, int], float
     def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
         """The same for the places from `first` on, over `left` stages."""
         if left == 1:
-            return cost(first, layers + 2), (layers + 1 - first,)
+            return cost(first, layers + 2), (layers + 1 - max(1, first),)
         found: tuple[float, tuple[int, ...]] = math.inf, ()
         least = first + 1
         for stop in range(layers + 1 - (left - 2), least - 1, -1):

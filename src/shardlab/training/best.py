@@ -8,14 +8,18 @@ its own part alone.
 from __future__ import annotations
 
 import json
+import math
 import os
+from io import FileIO
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from torch import Tensor
 
+from shardlab.parallel.part import Part
+from shardlab.parallel.table import Entry
 from shardlab.training.build import Training
 
 _NAMES = {torch.float32: "F32", torch.float64: "F64"}
@@ -44,13 +48,10 @@ def save_best(training: Training, run_dir: Path) -> None:
             file.truncate(starts[""])
     meet(training)
     if place["replicate"] == place["shard"] == 0:
-        for entry, parameter in training.held:
-            if entry.tensor_dim is None and place["tensor"] > 0:
-                continue
-            own = parameter.detach()[training.part.valid(entry)].cpu().numpy()
-            whole = np.memmap(unfinished, own.dtype, "r+", starts[entry.name], entry.shape)
-            whole[training.part.index(entry)] = own
-            whole.flush()
+        with unfinished.open("r+b", buffering=0) as file:
+            for entry, parameter in training.held:
+                if entry.tensor_dim is not None or place["tensor"] == 0:
+                    write_part(file, starts[entry.name], entry, training.part, parameter.detach())
     meet(training)
     if training.mesh.rank == 0:
         os.replace(unfinished, path)
@@ -72,6 +73,20 @@ def layout(training: Training, dtype: torch.dtype) -> tuple[dict[str, int], byte
     text += b" " * (-len(text) % 64)
     bytes_before = len(text).to_bytes(8, "little") + text
     return {name: len(bytes_before) + start for name, start in starts.items()}, bytes_before
+
+
+def write_part(file: FileIO, start: int, entry: Entry, part: Part, held: Tensor) -> None:
+    """Write the valid part of a parameter, as `part` holds it, into the whole one that begins at byte `start`.
+
+    A slice along a dim is one stretch of bytes for each index of the dims before it.
+    """
+    own, dim = held[part.valid(entry)].cpu(), entry.tensor_dim or 0
+    stride = math.prod(entry.shape[dim:]) * own.itemsize
+    first = part.index(entry)[dim].start * math.prod(entry.shape[dim + 1 :]) * own.itemsize
+    count = math.prod(entry.shape[:dim])
+    for number, stretch in enumerate(own.reshape(count, own.numel() // count).numpy()):
+        file.seek(start + number * stride + first)
+        file.write(stretch.data)
 
 
 @torch.no_grad()
