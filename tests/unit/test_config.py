@@ -61,7 +61,7 @@ def test_the_classic_setting_is_the_documented_one():
 
 
 def test_an_override_wins_over_the_experiment_and_the_experiment_over_the_defaults():
-    assert compose(["experiment=demo"]).config.trainer.micro_batches == 2
+    assert compose(["experiment=demo"]).config.trainer.micro_batches == 4
     assert compose(["experiment=demo", "trainer.micro_batches=4"]).config.trainer.micro_batches == 4
     assert compose(["experiment=demo", "model=small"]).choices["model"] == "small"
 
@@ -281,3 +281,19 @@ def compose_elsewhere():  # another application, as far as Hydra knows
     from hydra import initialize_config_module
 
     return initialize_config_module("shardlab.conf", version_base="1.2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows"),
+    [
+        (["strategy=pipeline"], 2),  # 20 rows, two stages: ten parts
+        (["strategy=pipeline", "ranks=4", "model.n_layers=4"], 1),
+        (["strategy=hybrid", "ranks=4", "strategy.tensor=1", "strategy.replicate=2"], 1),
+        (["strategy=pipeline", "trainer.global_batch=64"], 8),
+        (["strategy=pipeline", "trainer.micro_batches=3"], None),
+        (["strategy=pipeline_naive"], None),
+        (["strategy=tensor"], None),
+    ],
+)
+def test_a_pipeline_gets_at_least_four_parts_a_stage(overrides, rows):
+    assert check(compose(overrides).config).trainer.micro_batch == rows

@@ -33,7 +33,7 @@ def all_cuts(layers: int, stages: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("seed", range(8))
-def test_no_cut_within_the_memory_bound_is_faster(stages, seed):
+def test_no_cut_within_the_memory_bound_is_faster_or_as_fast_and_more_even(stages, seed):
     generator = torch.Generator().manual_seed(seed)
     times, sizes = torch.randint(1, 40, (2, 7), generator=generator).tolist()
     places = [Weight(time, size) for time, size in zip(times, sizes, strict=True)]
@@ -48,7 +48,9 @@ def test_no_cut_within_the_memory_bound_is_faster(stages, seed):
     bound = max(least, LARGEST_SHARE * sum(sizes) / stages)
     allowed = [split for split in candidates if largest(split, sizes) <= bound]
     assert found in allowed
-    assert largest(found, times) == min(largest(split, times) for split in allowed)
+    fastest = min(largest(split, times) for split in allowed)
+    assert largest(found, times) == fastest
+    assert largest(found, sizes) == min(largest(s, sizes) for s in allowed if largest(s, times) == fastest)
 
 
 def test_stages_cover_every_place_once():

@@ -68,7 +68,7 @@ def settle(composed: Composed, *, largest_ranks: int | None = None) -> tuple[Com
 def check(config: Config, *, largest_ranks: int | None = None) -> Config:
     """The config with open values settled, after every rule has been looked at.
 
-    Settled: ranks (1 under strategy=single), trainer.micro_batches of a pipeline (four a stage), runtime.device (cpu
+    Settled: ranks (1 under strategy=single), trainer.micro_batch of a pipeline, runtime.device (cpu
     or cuda), runtime.threads (the cores shared evenly).
     largest_ranks: the most ranks that any job of this command uses, all of which must fit on the GPUs for `auto` to
     take them; by default this config's. Raises ShardlabError, one line with what would work.

@@ -21,7 +21,7 @@ REFUSED = {
 }
 """Classes of torch.optim that cannot train this model, and why."""
 
-MATRIX_WISE = ("Adafactor", "Muon")
+MATRIX_WISE = ("Adafactor",)
 """Classes whose update of an element depends on its whole matrix: a slice of it would train another run."""
 
 GIVEN = ("self", "params", "lr")

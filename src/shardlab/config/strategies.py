@@ -17,7 +17,7 @@ PRESETS = {
 """The axes that a packaged strategy may split; any other name, such as hybrid, takes every product."""
 
 MICRO_BATCHES_PER_STAGE = 4
-"""Of a pipeline that is not told how to cut: with so many the bubble is small (Huang et al. 2019, section 2.3)."""
+"""At least, of a pipeline that is not told how to cut: then the bubble is small (Huang et al. 2019, section 2.3)."""
 
 
 def at_least(key: str, value: int | None, least: int) -> None:
@@ -98,8 +98,11 @@ def _check_layers(split: list[int], stages: int, n_layers: int) -> None:
 
 
 def settle_cut(trainer: TrainerConfig, strategy: StrategyConfig) -> TrainerConfig:
-    """The trainer's config with as many micro-batches as a pipeline needs, where the config leaves that open."""
+    """The trainer's config with the micro-batches that a pipeline needs, where the config leaves that open.
+
+    It settles rows, not parts: a number of parts that doesn't divide the rows would pad most of them.
+    """
     if strategy.pipeline == 1 or strategy.schedule.name == "naive" or trainer.micro_batch or trainer.micro_batches:
         return trainer
-    of_a_copy = min(MICRO_BATCHES_PER_STAGE * strategy.pipeline, max(1, trainer.global_batch // strategy.replicate))
-    return replace(trainer, micro_batches=of_a_copy * strategy.replicate)
+    rows_of_a_copy = trainer.global_batch // strategy.replicate
+    return replace(trainer, micro_batch=max(1, rows_of_a_copy // (MICRO_BATCHES_PER_STAGE * strategy.pipeline)))

@@ -140,7 +140,8 @@ class Pipeline:
                 output_args=torch.empty((), dtype=self._dtype, device="meta") if self.is_last else activation,
                 group=self._group,
             )
-            # With fewer micro-batches than stages 1F1B is all warm-up, and torch refuses it: GPipe then does the same.
+            # With fewer micro-batches than stages torch refuses 1F1B, whose first stage would be all warm-up: GPipe
+            # then takes the same time.
             one_by_one = self._schedule == "1f1b" and count >= self.stages
             schedule = Schedule1F1B if one_by_one else ScheduleGPipe
             # The losses are sums over the whole global batch's targets already: nothing is to be divided.

@@ -31,6 +31,8 @@ def cut(places: list[Weight], stages: int) -> list[int]:
 
     places: of the embedding, each layer, and norm and head together, in this order
     stages: at most two more than there are layers: the ends may hold embedding or head alone, the others need a layer
+
+    Of cuts that are equally fast it is the one with the most even memory.
     """
     times = list(accumulate((place.time for place in places), initial=0.0))
     elements = list(accumulate((place.elements for place in places), initial=0))
@@ -39,12 +41,16 @@ def cut(places: list[Weight], stages: int) -> list[int]:
         return elements[stop] - elements[first]
 
     def time(first: int, stop: int) -> float:
-        return times[stop] - times[first] if held(first, stop) <= limit else math.inf
+        return times[stop] - times[first] if held(first, stop) <= most else math.inf
+
+    def held_in_time(first: int, stop: int) -> float:
+        return held(first, stop) if time(first, stop) <= fastest else math.inf
 
     layers = len(places) - 2
     least, _ = _smallest_largest(layers, stages, held)
-    limit = max(least, LARGEST_SHARE * elements[-1] / stages)
-    _, split = _smallest_largest(layers, stages, time)
+    most = max(least, LARGEST_SHARE * elements[-1] / stages)
+    fastest, _ = _smallest_largest(layers, stages, time)
+    _, split = _smallest_largest(layers, stages, held_in_time)
     return split
 
 

@@ -35,7 +35,7 @@ _kept: list[object] = []
 def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> None:
     """Train as one rank of a run. The launcher calls this in a fresh process, whose output goes to rank-N.log.
 
-    Writes events.jsonl (rank 0) or rank-N.jsonl, and checkpoints/best.safetensors (rank 0).
+    Writes events.jsonl (rank 0) or rank-N.jsonl, and its part of checkpoints/best.safetensors.
     """
     device = prepare_device(config.runtime, place)
     meet(place, device, config.runtime.timeout)
