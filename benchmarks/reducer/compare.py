@@ -48,7 +48,7 @@ def make(size: str) -> Transformer:
         max_len=SEQ,
     )
     model = Transformer(shape)
-    materialise(model, parameter_table(shape), 1, torch.float32, torch.device("cpu"))
+    materialise(model, parameter_table(shape), model.part, 1, torch.float32, torch.device("cpu"))
     return model
 
 
@@ -75,10 +75,8 @@ def measure(place: Place, size: str, steps: int) -> tuple[list[float], list[floa
         (summed_cross_entropy(model(rows, lengths), rows) / inputs.numel() / place.ranks).backward()
 
     def our_step() -> None:
-        reducer.zero()
-        for number, rows in enumerate(inputs):
-            if number == MICRO_BATCHES - 1:
-                reducer.overlap()
+        reducer.start(MICRO_BATCHES)
+        for rows in inputs:
             backward(ours, rows)
         reducer.finish()
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from shardlab.parallel.dropout import Masks, keep, mix, step_keys
+from shardlab.parallel.dropout import Masks, keep, mix, premix, step_keys
 
 CPU = torch.device("cpu")
 SIZES = (64, 48, 80)
@@ -14,7 +14,7 @@ SIZES = (64, 48, 80)
 
 def mask(seed: int = 1, step: int = 1, site: int = 0, p: float = 0.2, sizes: tuple[int, ...] = SIZES) -> torch.Tensor:
     keys = step_keys(seed, step, ["a", "b"], CPU)
-    return keep(keys[site], [torch.arange(size) for size in sizes], p)
+    return keep(keys[site], [premix(torch.arange(size)) for size in sizes], p)
 
 
 def z_of_correlation(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -68,7 +68,7 @@ def test_rates_of_rows_and_positions_are_even():
 
 def test_a_slice_of_the_mask_is_the_mask_of_the_slice():
     keys = step_keys(7, 3, ["probabilities"], CPU)
-    rows, heads, queries, keys_at = (torch.arange(n) for n in (6, 4, 9, 9))
+    rows, heads, queries, keys_at = (premix(torch.arange(n)) for n in (6, 4, 9, 9))
     whole = keep(keys[0], [rows, heads, queries, keys_at], 0.3)
     part = keep(keys[0], [rows[2:5], heads[1:3], queries[4:], keys_at[:7]], 0.3)
     assert torch.equal(part, whole[2:5, 1:3, 4:, :7])
@@ -81,7 +81,7 @@ def test_keys_of_a_long_run_do_not_collide():
 
 
 def test_both_words_of_a_key_count():
-    indices = [torch.arange(size) for size in SIZES]
+    indices = [premix(torch.arange(size)) for size in SIZES]
     base = keep(torch.tensor([5, 9], dtype=torch.int32), indices, 0.2)
     for other in ([6, 9], [5, 10]):
         assert abs(z_of_correlation(base, keep(torch.tensor(other, dtype=torch.int32), indices, 0.2))) < 4.5
@@ -98,6 +98,6 @@ def test_kept_values_are_scaled_and_gradients_masked():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_cuda_gives_the_same_mask():
     key = step_keys(1, 1, ["a"], CPU)[0]
-    indices = [torch.arange(n) for n in SIZES]
+    indices = [premix(torch.arange(n)) for n in SIZES]
     on_gpu = keep(key.cuda(), [i.cuda() for i in indices], 0.2)
     assert torch.equal(on_gpu.cpu(), keep(key, indices, 0.2))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -40,17 +41,27 @@ def step_keys(seed: int, step: int, sites: list[str], device: torch.device) -> T
     return keys.view(-1, 2).to(device)
 
 
-def keep(key: Tensor, indices: list[Tensor], p: float) -> Tensor:
-    """Which elements stay: bool of shape [len(i) for i in indices].
+def premix(indices: Tensor) -> Tensor:
+    """What `keep` takes of a vector of indices: int32 of the same length."""
+    return mix(indices.to(torch.int32))
+
+
+@lru_cache(maxsize=64)
+def _counted(first: int, size: int, device: torch.device) -> Tensor:
+    """The premixed indices first, first + 1, ...: the same at every site, micro-batch and step."""
+    return premix(torch.arange(first, first + size, device=device))
+
+
+def keep(key: Tensor, premixed: list[Tensor], p: float) -> Tensor:
+    """Which elements stay: bool of shape [len(i) for i in premixed].
 
     key: int32 [2]
-    indices: at least two int vectors; the first numbers the rows
+    premixed: at least two vectors by `premix`; the first numbers the rows
     p: probability of being dropped, 0..1
     """
-    premixed = [mix(index.to(torch.int32)) for index in indices]
-    h = mix(premixed[0] ^ key[0])
-    premixed[1] = premixed[1] ^ key[1]
-    for index in premixed[1:]:
+    rows, second, *others = premixed
+    h = mix(rows ^ key[0])
+    for index in (second ^ key[1], *others):
         h = mix(h.unsqueeze(-1) ^ index)
     return h >= round(p * 2**32) - 2**31
 
@@ -74,6 +85,11 @@ class Masks:
         x: [rows, positions, features], or attention probabilities [rows, heads, queries, keys]
         dim, first: x is a slice of the whole along that dim, from that index on
         """
-        indices = [self.rows, *(torch.arange(size, device=x.device) for size in x.shape[1:])]
-        indices[dim] = indices[dim] + first
-        return x * keep(self.keys[site], indices, self.p).to(x.dtype).mul_(1 / (1 - self.p))
+        firsts = [first if dim == place else 0 for place in range(1, x.dim())]
+        counted = [_counted(start, size, x.device) for start, size in zip(firsts, x.shape[1:], strict=True)]
+        kept = keep(self.keys[site], [self._rows, *counted], self.p)
+        return x * kept.to(x.dtype).mul_(1 / (1 - self.p))
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        return premix(self.rows)
