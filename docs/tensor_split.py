@@ -155,7 +155,7 @@ def main(out: str) -> None:
     shape = shape_of(config.model, vocab_size=2, classes=0, max_len=1)  # neither matters within a block
     table = parameter_table(shape)
     parts = [Part(range(LAYER, LAYER + 1), TensorAxis(None, rank, RANKS)) for rank in range(RANKS)]
-    entries = [entry for entry in table if parts[0].holds(entry)]
+    entries = [entry for entry in table if entry.layer in parts[0].layers]
     held = sum(math.prod(parts[0].shape(entry)) for entry in entries)
 
     figure, panels = plt.subplots(2, 1, figsize=(8.2, 6.7), height_ratios=HEIGHTS, layout="constrained")

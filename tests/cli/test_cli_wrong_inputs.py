@@ -78,6 +78,7 @@ WRONG = [
     ("train strategy=pipeline strategy.split=5", "strategy.split"),
     ("train strategy=pipeline strategy.split=[a,b]", "strategy.split"),
     ("train strategy=pipeline strategy.schedule=1fb1", "it is one of gpipe, 1f1b, naive"),
+    ("train strategy=pipeline_naive strategy.schedule=gpipe", "strategy=pipeline takes every schedule"),
     ("train strategy=pipelin", "unknown strategy=pipelin; did you mean 'pipeline'?"),
     ("train strategy=ddp strategy.replicate=${rank}", "strategy.replicate: Interpolation key 'rank' not found"),
     ("train optimizer.name=Adamm", "unknown optimizer.name=Adamm; did you mean 'Adam'?"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,10 @@ from shardlab.data.prepare import prepare
 from shardlab.launch.ranks import run_ranks
 from shardlab.parallel.mesh import Mesh, connect, mesh_of
 from shardlab.parallel.microbatch import IGNORE
-from shardlab.parallel.part import span
+from shardlab.parallel.part import Part, span
+from shardlab.parallel.table import Entry, Uniform
 from shardlab.parallel.tensor import vocabulary_cross_entropy, vocabulary_embedding
+from shardlab.training.best import write_part
 from shardlab.training.build import build
 from shardlab.training.device import meet
 from shardlab.training.evaluation import evaluate
@@ -141,3 +145,39 @@ def test_evaluation_works_before_during_and_after_training(task, tmp_path):
             for one, other in zip(expected, said, strict=True):
                 assert one == pytest.approx(other, rel=1e-12)
     assert len({values["loss"] for values in expected}) == 3
+
+
+def padding(place: Place, config: Config, data_dir: Path) -> list[float]:
+    """The largest values of the padding that this rank holds after two steps."""
+    meet(place, CPU, 100.0)
+    dataset = open_dataset(data_dir, config.dataset)
+    training = build(config, connect(mesh_of(config.strategy), place.rank, "cpu", 100.0), CPU, dataset)
+    for step, _, batch in steps(training, 2, 2):
+        train_step(training, batch, step, 0.1)
+    held = [(p.detach().clone(), training.part.valid(entry)) for entry, p in training.held]
+    for value, valid in held:
+        value[valid] = 0.0
+    return [float(value.abs().max()) for value, valid in held if value[valid].numel() < value.numel()]
+
+
+def test_padding_of_the_vocabulary_stays_zero(tmp_path):
+    overrides = ["dataset=pydoc", "strategy=tensor", "ranks=4", "optimizer=adamw", "optimizer.kwargs.weight_decay=0.5"]
+    config = check(compose(overrides).config)
+    arguments = (config, prepare(config.dataset))
+    ranks = run_ranks("test_rank_parts:padding", arguments, 4, log_dir=tmp_path)
+    assert ranks == [[], [], [], [0.0, 0.0, 0.0]]  # embedding, head and its bias: 4,086 words don't divide by 4
+
+
+def test_a_write_that_stops_short_is_an_error(tmp_path):
+    """An unbuffered write once left zeros in the best model when the disk was full."""
+    path = tmp_path / "best"
+    path.write_bytes(bytes(8000))
+    entry = Entry("some.weight", (1000,), Uniform(1.0), 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+        with pytest.raises(OSError, match="File too large"), path.open("r+b") as file:
+            write_part(file, 1000, entry, Part(range(1)), torch.ones(1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -13,7 +13,7 @@ from shardlab.launch.ranks import run_ranks
 
 # A small size keeps the suite short: what could differ is not in the size.
 SMALL = ["seed=3", "model=tiny", "model.n_layers=3", "model.d_model=16", "model.d_ff=32", "model.dropout=0.2"]
-STABLE = [*SMALL, "trainer.steps=20", "trainer.eval_batches=2"]
+STABLE = [*SMALL, "trainer.steps=20", "trainer.eval_batches=2", "trainer.test=true"]
 RAGGED = ["trainer.global_batch=13", "trainer.clip=0.1", "precision=fp64"]
 STAND_INS = {
     "pydoc": ["dataset=pydoc", "optimizer=sgd", "optimizer.lr=0.5", "optimizer.kwargs.momentum=0.9"],
@@ -95,7 +95,7 @@ RAGGED_EPOCHS = {
 @pytest.mark.parametrize("task", RAGGED_EPOCHS)
 def test_short_last_batches_weigh_right(task, strategy, tmp_path, tmp_path_factory):
     overrides = [*SMALL, *RAGGED[1:], *RAGGED_EPOCHS[task], "optimizer=sgd", "optimizer.lr=0.5", "scheduler=step"]
-    overrides += ["scheduler.gamma=0.5"]
+    overrides += ["scheduler.gamma=0.5", "trainer.eval_every=100"]  # once, after the last step
     one = one_process(tmp_path_factory, overrides)
     split = train(tmp_path / "split", [*overrides, *FOURS, *strategy])
     assert len(set(one.column("tokens"))) > 1, "some batch must be short"
@@ -105,12 +105,19 @@ def test_short_last_batches_weigh_right(task, strategy, tmp_path, tmp_path_facto
         assert a == pytest.approx(b, rel=TOLERANCE)
 
 
-TIED = [*TENSOR, "ranks=2", "model.tie=true", "model.norm=pre", "model.positions=learned", "model.activation=gelu"]
+OTHER_PARTS = ["model.norm=pre", "model.positions=learned", "model.activation=gelu"]
+OTHER_MODELS = [
+    # strategy, what the model is made of
+    ([*TENSOR, "ranks=4"], [*OTHER_PARTS, "model.tie=true"]),
+    ([*PIPELINE, "ranks=2"], OTHER_PARTS),
+    (HYBRID, OTHER_PARTS),
+]
 
 
-def test_tied_weights_learned_positions_and_pre_norm_under_tensor(tmp_path, tmp_path_factory):
-    overrides = [*STABLE, *RAGGED, *STAND_INS["pydoc"], *TIED[2:]]
-    run = train(tmp_path / "run", [*overrides, *TIED[:2], *FOURS])
+@pytest.mark.parametrize(("strategy", "parts"), OTHER_MODELS)
+def test_learned_positions_pre_norm_gelu_and_tied_weights(strategy, parts, tmp_path, tmp_path_factory):
+    overrides = [*STABLE, *RAGGED, "dataset=pydoc", "optimizer=adamw", "optimizer.kwargs.weight_decay=0.5", *parts]
+    run = train(tmp_path / "run", [*overrides, *strategy, *FOURS])
     assert difference(one_process(tmp_path_factory, overrides), run) < TOLERANCE
 
 

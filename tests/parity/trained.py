@@ -21,7 +21,7 @@ from shardlab.training.loop import train_rank
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left behind. events: of rank 0, without times; weights: after the last step, by canonical name."""
+    """What a run left behind. events: of rank 0, without times; weights: of the best model, by canonical name."""
 
     events: list[dict]
     weights: dict[str, Tensor]
@@ -36,7 +36,7 @@ TIMES = ("seconds", "time", "pid", "peak_memory")
 
 def train(folder: Path, overrides: list[str], fault: str | None = None) -> Trained:
     """Train in fresh ranks, with a fault of faults.py planted in every rank if one is named."""
-    config = check(compose([*overrides, "trainer.test=false", "runtime.threads=1"]).config)
+    config = check(compose(["trainer.test=false", *overrides, "runtime.threads=1"]).config)
     folder.mkdir(parents=True)
     arguments = (config, folder, prepare(config.dataset))
     if fault is None:
@@ -55,13 +55,15 @@ def train(folder: Path, overrides: list[str], fault: str | None = None) -> Train
 def difference(one: Trained, other: Trained) -> float:
     """The largest relative difference between two runs: losses, norms, and every final tensor; inf if one isn't finite.
 
-    A tensor's is max|a-b| / max|a|; key biases are left out, since their gradient is analytically zero.
+    The best models must be those after the last step. A tensor's is max|a-b| / max|a|; key biases are left out, since
+    their gradient is analytically zero.
     """
     apart = []
     for key in ("loss", "grad_norm"):
         a, b = one.column(key), other.column(key)
         assert len(a) == len(b) > 0
         apart += [abs(x - y) / abs(x) for x, y in zip(a, b, strict=True)]
+        assert [e["step"] for e in (*one.events, *other.events) if e["event"] == "best"][-1] == len(a)
     assert one.weights.keys() == other.weights.keys()
     for name, a in one.weights.items():
         a, b = without_key_bias(name, a.double()), without_key_bias(name, other.weights[name].double())

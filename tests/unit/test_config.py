@@ -62,7 +62,7 @@ def test_the_classic_setting_is_the_documented_one():
 
 def test_an_override_wins_over_the_experiment_and_the_experiment_over_the_defaults():
     assert compose(["experiment=demo"]).config.trainer.micro_batches == 4
-    assert compose(["experiment=demo", "trainer.micro_batches=4"]).config.trainer.micro_batches == 4
+    assert compose(["experiment=demo", "trainer.micro_batches=5"]).config.trainer.micro_batches == 5
     assert compose(["experiment=demo", "model=small"]).choices["model"] == "small"
 
 
@@ -297,3 +297,28 @@ def compose_elsewhere():  # another application, as far as Hydra knows
 )
 def test_a_pipeline_gets_at_least_four_parts_a_stage(overrides, rows):
     assert check(compose(overrides).config).trainer.micro_batch == rows
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "tensor"])
+def test_a_split_is_nothing_without_a_pipeline(strategy):
+    """`-m strategy=single,pipeline strategy.split=[3,1]` once built single without its last layer and head."""
+    assert check(compose([f"strategy={strategy}", "strategy.split=[3,1]"]).config).strategy.split is None
+
+
+def test_the_split_that_an_error_offers_is_accepted():
+    with pytest.raises(ShardlabError) as refused:
+        check(compose(["strategy=pipeline", "ranks=6", "strategy.split=[1,1,1,1,0,0]"]).config)
+    [offered] = re.findall(r"; (\[[0-9,]+\]) would do", str(refused.value))
+    check(compose(["strategy=pipeline", "ranks=6", f"strategy.split={offered}"]).config)
+
+
+def test_notes_say_what_a_pipeline_replaces_or_leaves_unused():
+    few = ["strategy=pipeline", "ranks=3", "trainer.micro_batches=2"]
+    assert "gpipe takes the place of 1f1b" in settle(compose(few))[1][0]
+    assert settle(compose([*few, "strategy.schedule=gpipe"]))[1] == []
+    unused = ["strategy=tensor", "strategy.split=[3,1]"]
+    assert settle(compose(unused))[1] == ["strategy.pipeline=1: strategy.split is left unused"]
+
+
+def test_a_classifier_has_nothing_to_tie():
+    check(compose(["strategy=pipeline", "model.tie=true", "dataset=nsmc"]).config)

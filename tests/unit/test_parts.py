@@ -8,13 +8,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardlab.config.schema import Activation, Norm, Positions
-from shardlab.models.cost import place_weights
+from shardlab.models.cost import place_costs
 from shardlab.models.parameters import parameter_table
 from shardlab.models.shape import Shape
 from shardlab.models.transformer import Transformer
 from shardlab.parallel.dropout import Masks, step_keys
 from shardlab.parallel.part import Part
-from shardlab.parallel.stages import LARGEST_SHARE, Weight, cut, stage_ranges
+from shardlab.parallel.stages import LARGEST_SHARE, Cost, cut, stage_ranges
 from shardlab.parallel.table import Constant, Entry, Normal, Uniform, initial_value
 from shardlab.parallel.tensor import TensorAxis
 
@@ -36,7 +36,7 @@ def all_cuts(layers: int, stages: int) -> list[list[int]]:
 def test_no_cut_within_the_memory_bound_is_faster_or_as_fast_and_more_even(stages, seed):
     generator = torch.Generator().manual_seed(seed)
     times, sizes = torch.randint(1, 40, (2, 7), generator=generator).tolist()
-    places = [Weight(time, size) for time, size in zip(times, sizes, strict=True)]
+    places = [Cost(time, size) for time, size in zip(times, sizes, strict=True)]
 
     def largest(split: list[int], values: list[int]) -> int:
         return max(sum(values[place + 1] for place in run) for run in stage_ranges(split))
@@ -61,7 +61,7 @@ def test_stages_cover_every_place_once():
 
 @pytest.mark.parametrize(("shape", "split"), [(SMALL_AT_WIKITEXT2, [6, 2]), (TUTORIAL, [7, 5])])
 def test_the_heads_cost_counts_and_memory_bounds_it(shape, split):
-    places = place_weights(shape, parameter_table(shape))
+    places = place_costs(shape, parameter_table(shape))
     assert cut(places, 2) == split
     held = [sum(places[place + 1].elements for place in run) for run in stage_ranges(split)]
     assert max(held) <= 0.6 * sum(held)
@@ -74,14 +74,14 @@ def test_operations_of_a_place_are_those_that_torch_counts(shape):
     with FlopCounterMode(display=False) as counter:
         lengths = torch.full((rows,), shape.max_len, device="meta")
         model(torch.zeros(rows, shape.max_len, dtype=torch.int64, device="meta"), lengths)
-    counted = place_weights(shape, parameter_table(shape))
+    counted = place_costs(shape, parameter_table(shape))
     multiplied = sum(place.time for place in counted[1:])  # the embedding only scales and adds
     assert counter.get_total_flops() == pytest.approx(rows * shape.max_len * multiplied, rel=1e-12)
 
 
 def test_elements_of_the_places_are_the_tables():
     table = parameter_table(TUTORIAL)
-    assert sum(place.elements for place in place_weights(TUTORIAL, table)) == table.elements == 1_444_261_998
+    assert sum(place.elements for place in place_costs(TUTORIAL, table)) == table.elements == 1_444_261_998
 
 
 LAWS = [Uniform(0.3), Normal(2.0), Constant(0.5)]

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardlab.analysis.table import difference, training_of
 from shardlab.config.schema import (
+    AXES,
     Config,
     ConstantConfig,
     CosineConfig,
@@ -22,7 +23,7 @@ from shardlab.data.prepared import Meta
 from shardlab.errors import ShardlabError
 from shardlab.parallel.clipping import clip, global_norm, squared_norm
 from shardlab.parallel.loss import summed_cross_entropy
-from shardlab.parallel.mesh import AXES, Connected, Mesh
+from shardlab.parallel.mesh import Connected, Mesh
 from shardlab.parallel.microbatch import IGNORE, parts, share, take
 from shardlab.parallel.table import Constant, Entry, ParameterTable, held
 from shardlab.tracking.record import RunRecord

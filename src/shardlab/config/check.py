@@ -1,8 +1,8 @@
 """Ranges, and the rules across keys: everything that a type cannot say.
 
-All of them live here and say what would be allowed. What `auto` and null leave open is settled here too, so that
-the config that is logged is the config that ran. Nothing is started, and torch is imported only to ask a machine
-that has GPUs how many, or to try an optimizer's values.
+All of them live here, in strategies.py and in optimizers.py, and say what would be allowed. What `auto` and null
+leave open is settled here too, so that the config that is logged is the config that ran. Nothing is started, and
+torch is imported only to ask a machine that has GPUs how many, or to try an optimizer's values.
 """
 
 import math
@@ -28,7 +28,7 @@ from shardlab.config.schema import (
     TextConfig,
     TrainerConfig,
 )
-from shardlab.config.strategies import at_least, check_ranks, check_split, settle_cut
+from shardlab.config.strategies import at_least, check_ranks, check_split, schedule_notes, settle_cut
 from shardlab.errors import ShardlabError
 
 LARGEST_SEED = 2**32 - 1
@@ -56,9 +56,7 @@ def settle(composed: Composed, *, largest_ranks: int | None = None) -> tuple[Com
     notes = []
     if config.ranks != asked.ranks and any(override.startswith("ranks=") for override in composed.overrides):
         notes.append(f"strategy=single runs on one rank; ranks={asked.ranks} is left unused")
-    for key in ("schedule", "split"):
-        if config.strategy.pipeline == 1 and any(o.startswith(f"strategy.{key}=") for o in composed.overrides):
-            notes.append(f"strategy.pipeline=1: strategy.{key} is left unused")
+    notes += schedule_notes(config, composed.overrides)
     if asked.runtime.device is Device.auto and config.runtime.device is Device.cpu and visible_gpus() > 0:
         needed = max(config.ranks, largest_ranks or 0)
         notes.append(f"runtime.device=auto: {visible_gpus()} GPUs are too few for {needed} ranks; taking the CPU")
@@ -68,7 +66,7 @@ def settle(composed: Composed, *, largest_ranks: int | None = None) -> tuple[Com
 def check(config: Config, *, largest_ranks: int | None = None) -> Config:
     """The config with open values settled, after every rule has been looked at.
 
-    Settled: ranks (1 under strategy=single), trainer.micro_batch of a pipeline, runtime.device (cpu
+    Settled: ranks (1 under strategy=single), trainer.micro_batch and strategy.split of a pipeline, runtime.device (cpu
     or cuda), runtime.threads (the cores shared evenly).
     largest_ranks: the most ranks that any job of this command uses, all of which must fit on the GPUs for `auto` to
     take them; by default this config's. Raises ShardlabError, one line with what would work.
@@ -92,6 +90,7 @@ def check(config: Config, *, largest_ranks: int | None = None) -> Config:
     return replace(
         config,
         ranks=ranks,
+        strategy=config.strategy if config.strategy.pipeline > 1 else replace(config.strategy, split=None),
         trainer=settle_cut(config.trainer, config.strategy),
         dataset=_settle_path(config.dataset),
         runtime=_settle(config.runtime, ranks, max(ranks, largest_ranks or 0)),

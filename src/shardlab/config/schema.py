@@ -105,12 +105,12 @@ class StrategyConfig:
     shard: int = MISSING
     pipeline: int = MISSING
     tensor: int = MISSING
-    schedule: Schedule = MISSING
+    schedule: Schedule = Schedule["1f1b"]
     split: list[int] | None = None
 
 
-AXES = ("replicate", "shard", "pipeline", "tensor")
-"""The axes of the mesh, as keys of a strategy."""
+AXES = ("pipeline", "replicate", "shard", "tensor")
+"""The axes of the mesh, as keys of a strategy; outermost first."""
 
 
 @dataclass

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from shardlab.config.optimizers import MATRIX_WISE
-from shardlab.config.schema import AXES, Config, StrategyConfig, TrainerConfig
+from shardlab.config.schema import AXES, Config, NsmcConfig, StrategyConfig, Task, TrainerConfig
 from shardlab.errors import ShardlabError
 
 PRESETS = {
@@ -41,6 +41,11 @@ def check_ranks(strategy: StrategyConfig, ranks: int) -> int:
             if strategy.name == "single":
                 other = f"strategy={'ddp' if axis == 'replicate' else axis} with ranks={size} would do"
             raise ShardlabError(f"strategy={strategy.name} has strategy.{axis}=1, not {size}; {other}")
+    if strategy.name == "pipeline_naive" and strategy.schedule.name != "naive":
+        raise ShardlabError(
+            f"strategy=pipeline_naive has strategy.schedule=naive, not {strategy.schedule.name}; "
+            "strategy=pipeline takes every schedule"
+        )
     if strategy.name == "single":
         return 1
     if product != ranks:
@@ -56,7 +61,8 @@ def check_split(config: Config) -> None:
     """Raise ShardlabError where the model can't be cut so: the pipeline's stages, and what the tensor axis cuts."""
     strategy, model = config.strategy, config.model
     stages = strategy.pipeline
-    if stages > 1 and model.tie:
+    classifier = isinstance(config.dataset, NsmcConfig) or getattr(config.dataset, "task", None) is Task.classifier
+    if stages > 1 and model.tie and not classifier:
         raise ShardlabError(
             f"model.tie=true needs embedding and head on one rank, and strategy.pipeline={stages} parts them; "
             "model.tie=false or strategy=tensor would run"
@@ -85,7 +91,10 @@ def _check_layers(split: list[int], stages: int, n_layers: int) -> None:
     """strategy.split: the layers of each stage."""
     shown = f"strategy.split={split}".replace(" ", "")
     small, larger = divmod(n_layers, stages)
-    even = str([small + (stage < larger) for stage in range(stages)]).replace(" ", "")
+    sizes = [small + (stage < larger) for stage in range(stages)]
+    if small == 0:  # only the ends may have none
+        sizes = [int(larger + 1 == stages), *[1] * (stages - 2), 0]
+    even = str(sizes).replace(" ", "")
     if len(split) != stages:
         raise ShardlabError(f"{shown} has a length of {len(split)}, and strategy.pipeline={stages}; {even} would do")
     if sum(split) != n_layers:
@@ -95,6 +104,18 @@ def _check_layers(split: list[int], stages: int, n_layers: int) -> None:
             f"{shown}: a stage between the ends needs a layer (the first and the last may have 0: they hold the "
             f"embedding and the head); {even} would do"
         )
+
+
+def schedule_notes(config: Config, overrides: list[str]) -> list[str]:
+    """What the user should know of a checked config: what is left unused, or replaced."""
+    strategy, parts = config.strategy, config.trainer.micro_batches
+    if strategy.pipeline == 1:
+        given = [key for key in ("schedule", "split") if any(o.startswith(f"strategy.{key}=") for o in overrides)]
+        return [f"strategy.pipeline=1: strategy.{key} is left unused" for key in given]
+    if strategy.schedule.name == "1f1b" and parts is not None and parts < strategy.pipeline * strategy.replicate:
+        few = f"trainer.micro_batches={parts} leaves fewer than one for each of {strategy.pipeline} stages"
+        return [f"{few}: gpipe takes the place of 1f1b"]
+    return []
 
 
 def settle_cut(trainer: TrainerConfig, strategy: StrategyConfig) -> TrainerConfig:

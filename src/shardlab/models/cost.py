@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from shardlab.models.shape import Shape
-from shardlab.parallel.stages import Weight
+from shardlab.parallel.stages import Cost
 from shardlab.parallel.table import ParameterTable
 
 
-def place_weights(shape: Shape, table: ParameterTable) -> list[Weight]:
+def place_costs(shape: Shape, table: ParameterTable) -> list[Cost]:
     """Of the embedding, each layer, and norm and head together.
 
     Time is floating-point operations of a token's forward pass: two for each weight of a matrix, and 4 * max_len *
@@ -21,4 +21,4 @@ def place_weights(shape: Shape, table: ParameterTable) -> list[Weight]:
     layer = 2 * (4 * d * d + 2 * d * shape.d_ff) + 4 * shape.max_len * d
     head = 2 * shape.outputs * d / (1 if shape.causal else shape.max_len)
     times = [2 * d, *[layer] * shape.n_layers, head]
-    return [Weight(time, count) for time, count in zip(times, elements, strict=True)]
+    return [Cost(time, count) for time, count in zip(times, elements, strict=True)]

@@ -196,8 +196,7 @@ class Transformer(nn.Module):
         self.shape, self.part = shape, part
         self.embedding = Embedding(table, part, "embedding") if -1 in part.layers else None
         if self.embedding is not None and shape.positions is Positions.learned:
-            # Position vectors are not cut, whatever the axis.
-            self.positions = Embedding(table, Part(part.layers), "positions")
+            self.positions = Embedding(table, part, "positions")
         here = [layer for layer in range(shape.n_layers) if layer in part.layers]
         self.layers = nn.ModuleDict({str(layer): Block(table, part, layer, shape) for layer in here})
         if end in part.layers and shape.norm is Norm.pre:

@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from shardlab.config.schema import StrategyConfig
+from shardlab.config.schema import AXES, StrategyConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from shardlab.parallel.tensor import TensorAxis
-
-AXES = ("pipeline", "replicate", "shard", "tensor")
-"""Outermost first."""
 
 DATA_AXES = ("replicate", "shard")
 """The axes along which ranks train different rows of a step."""
@@ -129,6 +126,21 @@ class Connected:
             if (group := self.groups[axis]) is not None:
                 dist.all_reduce(x, op=dist.ReduceOp.SUM, group=group)
         return x
+
+    def agree(self, x: Tensor) -> Tensor:
+        """Give x the value that it has on rank 0, in place: what ranks decide by must not differ by a bit."""
+        import torch.distributed as dist
+
+        if self.mesh.ranks > 1:
+            dist.broadcast(x, src=0)
+        return x
+
+    def wait(self) -> None:
+        """Go on when all ranks have come here."""
+        import torch.distributed as dist
+
+        if self.mesh.ranks > 1:
+            dist.barrier()
 
 
 def connect(mesh: Mesh, rank: int, device_type: str, timeout: float) -> Connected:

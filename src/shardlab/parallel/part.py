@@ -45,10 +45,6 @@ class Part:
     layers: range
     axis: TensorAxis = ALONE
 
-    def holds(self, entry: Entry) -> bool:
-        """Whether any of a parameter is here."""
-        return entry.layer in self.layers
-
     def span(self, entry: Entry) -> Span | None:
         """The slice of its tensor dim that is here; None where the parameter is not cut."""
         if entry.tensor_dim is None or self.axis.ranks == 1:

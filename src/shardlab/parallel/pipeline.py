@@ -12,6 +12,7 @@ Evaluation is a walk of our own, forward only: torch's `eval` fails under some s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from shardlab.parallel.microbatch import MicroBatch
+
+_MOST_PREPARED = 16
+"""Schedules kept at a time, each with buffers for what it receives: rows of every length may come."""
 
 Forward = Callable[[Tensor, MicroBatch], Tensor]
 """A stage's work on a micro-batch: of inputs or received activations, gives activations, or the loss at the last."""
@@ -91,7 +95,7 @@ class Pipeline:
 
         To be called without gradients, and used up.
         """
-        sent = []
+        sent: deque[tuple[dist.Work, Tensor]] = deque()
         for micro_batch in micro_batches:
             x = micro_batch.inputs
             if not self.is_first:
@@ -102,9 +106,12 @@ class Pipeline:
                 yield micro_batch, y
             else:
                 y = y.contiguous()
-                sent.append((dist.isend(y, group=self._group, group_dst=self.stage + 1), y))
+                work = dist.isend(y, group=self._group, group_dst=self.stage + 1)
+                assert work is not None  # this rank is in the group
+                sent.append((work, y))
+                if len(sent) > self.stages:
+                    sent.popleft()[0].wait()
         for work, _ in sent:
-            assert work is not None  # this rank is in the group
             work.wait()
 
     def _run(self, forward: Forward, micro_batches: list[MicroBatch]) -> list[Tensor]:
@@ -128,6 +135,8 @@ class Pipeline:
         """The schedule for `count` micro-batches shaped like `inputs`."""
         key = (count, *inputs.shape)
         if key not in self._prepared:
+            if len(self._prepared) == _MOST_PREPARED:  # on every stage at the same step: all see the same shapes
+                self._prepared.clear()
             activation = torch.empty(
                 (*inputs.shape, self._d_model), dtype=self._dtype, device="meta", requires_grad=True
             )

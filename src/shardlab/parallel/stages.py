@@ -19,14 +19,14 @@ LARGEST_SHARE = 1.2
 
 
 @dataclass(frozen=True)
-class Weight:
+class Cost:
     """What a place along the pipeline (embedding, layer or head) costs: time, in any unit, and elements held."""
 
     time: float
     elements: int
 
 
-def cut(places: list[Weight], stages: int) -> list[int]:
+def cut(places: list[Cost], stages: int) -> list[int]:
     """How many layers each stage gets.
 
     places: of the embedding, each layer, and norm and head together, in this order

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from shardlab.parallel.mesh import AXES, DATA_AXES
+from shardlab.config.schema import AXES
+from shardlab.parallel.mesh import DATA_AXES
 from shardlab.parallel.part import Part
 
 _SKIPPED = 2**18
@@ -122,23 +123,23 @@ def initial_value(entry: Entry, seed: int, part: Part | None = None) -> Tensor:
     """A parameter's first value, or what a part holds of it: fp32 on the CPU, a function of (seed, name) alone.
 
     The whole parameter's values are one stream in its row-major order. A rank walks through it and keeps its own
-    stretches, so that no more than its slice is ever in memory. Padding is zero.
+    stretches: no tensor larger than its slice is ever made. Padding is zero.
     """
     digest = hashlib.blake2b(f"{seed}/{entry.name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    held = None if part is None else part.span(entry)
-    if held is None or part is None or entry.tensor_dim is None:
+    own = None if part is None else part.span(entry)
+    if own is None or part is None or entry.tensor_dim is None:
         return entry.law.draw(entry.elements, generator).view(entry.shape)
     if isinstance(entry.law, Constant):
         value = entry.law.draw(math.prod(part.shape(entry)), generator).view(part.shape(entry))
-        value.narrow(entry.tensor_dim, held.valid, held.size - held.valid).zero_()
+        value.narrow(entry.tensor_dim, own.valid, own.size - own.valid).zero_()
         return value
     value = torch.zeros(part.shape(entry))
     inner = math.prod(entry.shape[entry.tensor_dim + 1 :])
-    before, after = held.first * inner, (entry.shape[entry.tensor_dim] - held.first - held.valid) * inner
-    for own in value.view(-1, held.size * inner):
+    before, after = own.first * inner, (entry.shape[entry.tensor_dim] - own.first - own.valid) * inner
+    for stretch in value.view(-1, own.size * inner):
         _skip(entry.law, before, generator)
-        own[: held.valid * inner] = entry.law.draw(held.valid * inner, generator)
+        stretch[: own.valid * inner] = entry.law.draw(own.valid * inner, generator)
         _skip(entry.law, after, generator)
     return value
 

@@ -114,7 +114,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         exps, sums, own, outside, ignored = ctx.saved_tensors
         weight = grads[0].expand_as(sums).masked_fill(ignored, 0.0)
-        gradient = exps * (weight / sums).unsqueeze(1)
+        gradient = exps.mul_((weight / sums).unsqueeze(1))  # in place: the largest tensor of the model
         gradient.scatter_add_(1, own.unsqueeze(1), -weight.masked_fill(outside, 0.0).unsqueeze(1))
         return gradient, None, None, None, None
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
@@ -45,14 +44,16 @@ def save_best(training: Training, run_dir: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         with unfinished.open("wb") as file:
             file.write(header)
-            file.truncate(starts[""])
-    meet(training)
+            os.posix_fallocate(file.fileno(), 0, starts[""])  # a full disk shows here, not as holes
+    training.mesh.wait()
     if place["replicate"] == place["shard"] == 0:
-        with unfinished.open("r+b", buffering=0) as file:
+        with unfinished.open("r+b") as file:
             for entry, parameter in training.held:
                 if entry.tensor_dim is not None or place["tensor"] == 0:
                     write_part(file, starts[entry.name], entry, training.part, parameter.detach())
-    meet(training)
+            file.flush()
+            os.fsync(file.fileno())
+    training.mesh.wait()
     if training.mesh.rank == 0:
         os.replace(unfinished, path)
 
@@ -75,7 +76,7 @@ def layout(training: Training, dtype: torch.dtype) -> tuple[dict[str, int], byte
     return {name: len(bytes_before) + start for name, start in starts.items()}, bytes_before
 
 
-def write_part(file: FileIO, start: int, entry: Entry, part: Part, held: Tensor) -> None:
+def write_part(file: BinaryIO, start: int, entry: Entry, part: Part, held: Tensor) -> None:
     """Write the valid part of a parameter, as `part` holds it, into the whole one that begins at byte `start`.
 
     A slice along a dim is one stretch of bytes for each index of the dims before it.
@@ -92,14 +93,8 @@ def write_part(file: FileIO, start: int, entry: Entry, part: Part, held: Tensor)
 @torch.no_grad()
 def load_best(training: Training, run_dir: Path) -> None:
     """Put the saved values into the live parameters; every rank reads what it holds."""
-    meet(training)
+    training.mesh.wait()
     with safe_open(best_path(run_dir), framework="pt", device=str(training.device)) as saved:
         for entry, parameter in training.held:
             own = saved.get_slice(entry.name)[training.part.index(entry)]
             parameter[training.part.valid(entry)].copy_(own)
-
-
-def meet(training: Training) -> None:
-    """Wait for the other ranks."""
-    if training.mesh.mesh.ranks > 1:
-        dist.barrier()

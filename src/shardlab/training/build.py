@@ -10,7 +10,7 @@ from torch import nn
 from shardlab.config.schema import Config, Precision
 from shardlab.data.dataset import Batch, Dataset
 from shardlab.errors import ShardlabError
-from shardlab.models.cost import place_weights
+from shardlab.models.cost import place_costs
 from shardlab.models.parameters import parameter_table
 from shardlab.models.shape import Shape, shape_of
 from shardlab.models.transformer import Transformer
@@ -49,10 +49,10 @@ class Training:
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """This rank's share of a step's micro-batches, on its device; at least one."""
         mesh, trainer = self.mesh.mesh, self.config.trainer
-        cut = parts(len(batch.inputs), trainer.micro_batch, trainer.micro_batches, mesh.data_ranks)
-        width = max(map(len, cut))
-        mine = share(cut, self.mesh.data_rank, mesh.data_ranks)
-        rows = (take(number, cut[number], width, batch.inputs, batch.targets, batch.lengths) for number in mine)
+        pieces = parts(len(batch.inputs), trainer.micro_batch, trainer.micro_batches, mesh.data_ranks)
+        width = max(map(len, pieces))
+        mine = share(pieces, self.mesh.data_rank, mesh.data_ranks)
+        rows = (take(number, pieces[number], width, batch.inputs, batch.targets, batch.lengths) for number in mine)
         return [micro_batch.to(self.device) for micro_batch in rows]
 
 
@@ -66,24 +66,24 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
     materialise(model, table, part, config.seed, dtype, device)
     parameters = held(model, table)
     return Training(
-        config,
-        mesh,
-        device,
-        dataset,
-        shape,
-        table,
-        part,
-        model,
-        build_pipeline(config, mesh, dtype, device),
-        parameters,
-        build_optimizer(config, [parameter for _, parameter in parameters]),
-        GradientSum(parameters, mesh.groups["replicate"]),
+        config=config,
+        mesh=mesh,
+        device=device,
+        dataset=dataset,
+        shape=shape,
+        table=table,
+        part=part,
+        model=model,
+        pipeline=build_pipeline(config, mesh, dtype, device),
+        held=parameters,
+        optimizer=build_optimizer(config, [parameter for _, parameter in parameters]),
+        gradient_sum=GradientSum(parameters, mesh.groups["replicate"]),
     )
 
 
 def stage_layers(config: Config, shape: Shape, table: ParameterTable) -> list[range]:
     """The layers of each stage: as the config says, or by their estimated cost."""
-    split = config.strategy.split or cut(place_weights(shape, table), config.strategy.pipeline)
+    split = config.strategy.split or cut(place_costs(shape, table), config.strategy.pipeline)
     return stage_ranges(split)
 
 

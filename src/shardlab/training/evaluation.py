@@ -36,7 +36,7 @@ def evaluate(training: Training, split: str, batches: int | None = None) -> dict
         for micro_batch, logits in forward_only(training, training.micro_batches(batch)):
             loss += training.model.loss(logits, micro_batch.targets)
             confusion += count(logits, micro_batch.targets, classes)
-    totals = training.mesh.sum(torch.cat([loss.view(1), confusion]), LOSS_AXES).tolist()
+    totals = training.mesh.agree(training.mesh.sum(torch.cat([loss.view(1), confusion]), LOSS_AXES)).tolist()
     return metrics(totals[0], totals[1:])
 
 
@@ -45,8 +45,8 @@ def count(logits: Tensor, targets: Tensor, classes: int) -> Tensor:
     valid = targets != IGNORE
     if not classes:
         return valid.sum().view(1)
-    pairs = targets[valid] * classes + logits[valid].argmax(-1)
-    return torch.stack([(pairs == pair).sum() for pair in range(classes**2)])
+    pairs = targets * classes + logits.argmax(-1)
+    return torch.stack([((pairs == pair) & valid).sum() for pair in range(classes**2)])
 
 
 def metrics(loss_sum: float, confusion: list[float]) -> dict[str, float]:

@@ -49,8 +49,8 @@ def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> N
     train(training, log, run_dir, total_steps, epoch_steps)
     log.write("rank", **rank_facts(training, place))
     log.close()
+    mesh.wait()
     if place.ranks > 1:
-        dist.barrier()
         dist.destroy_process_group()
 
 
@@ -138,7 +138,7 @@ def rank_facts(training: Training, place: Place) -> dict[str, object]:
         "pid": os.getpid(),
         "device": device_name(training.device),
         "threads": torch.get_num_threads(),
-        "layers": list(training.model.layers),
+        "layers": [int(layer) for layer in training.model.layers],
         "parameters": sum(parameter.numel() for _, parameter in training.held),
         "peak_memory": peak_memory(training.device),
     }

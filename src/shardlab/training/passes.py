@@ -38,7 +38,7 @@ def forward_backward(
         for micro_batch in micro_batches:
             loss = forward(micro_batch.inputs, micro_batch)
             loss.backward()
-            losses.append(loss)
+            losses.append(loss.detach())
     for loss in losses:
         total += loss.detach()
     return total
