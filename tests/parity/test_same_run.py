@@ -12,7 +12,7 @@ from trained import Trained, difference, evaluation, identical, same_bits, train
 from shardlab.launch.ranks import run_ranks
 
 # A small size keeps the suite short: what could differ is not in the size.
-SMALL = ["seed=3", "model=tiny", "model.n_layers=3", "model.d_model=16", "model.d_ff=32", "model.dropout=0.2"]
+SMALL = ["seed=3", "model=tiny", "model.n_layers=2", "model.d_model=16", "model.d_ff=32", "model.dropout=0.2"]
 STABLE = [*SMALL, "trainer.steps=20", "trainer.eval_batches=2", "trainer.test=true"]
 RAGGED = ["trainer.global_batch=13", "trainer.clip=0.1", "precision=fp64"]
 STAND_INS = {
@@ -35,23 +35,19 @@ FOURS, PIPELINE, HYBRID = ["trainer.micro_batch=4"], ["strategy=pipeline"], ["st
 GPIPE, TENSOR = ["strategy.schedule=gpipe"], ["strategy=tensor"]
 CUTS = [
     # strategy, how the step is cut
-    (["strategy=ddp", "ranks=2"], FOURS),
     (["strategy=ddp", "ranks=3"], FOURS),
-    (["strategy=ddp", "ranks=3"], []),
-    (["strategy=single"], ["trainer.micro_batches=1"]),
+    (["strategy=ddp", "ranks=2"], []),
     (["strategy=single"], ["trainer.micro_batches=13"]),
     ([*PIPELINE, "ranks=2"], FOURS),
     ([*PIPELINE, "ranks=2"], []),
     ([*PIPELINE, "ranks=2", *GPIPE], FOURS),
     ([*PIPELINE, "ranks=3"], FOURS),
-    ([*PIPELINE, "ranks=3", *GPIPE, "strategy.split=[0,2,1]"], FOURS),
+    ([*PIPELINE, "ranks=3", *GPIPE, "strategy.split=[0,2,0]"], FOURS),
     ([*PIPELINE, "ranks=3"], ["trainer.micro_batches=2"]),
     (["strategy=pipeline_naive", "ranks=2"], []),
     ([*TENSOR, "ranks=2"], FOURS),
     ([*TENSOR, "ranks=4"], FOURS),
     (HYBRID, FOURS),
-    ([*HYBRID, *GPIPE], FOURS),
-    ([*HYBRID, "strategy.tensor=1", "strategy.replicate=2"], FOURS),
     ([*HYBRID, "strategy.tensor=1", "strategy.replicate=2", *GPIPE], FOURS),
     ([*HYBRID, "strategy.pipeline=1", "strategy.replicate=2"], FOURS),
 ]
@@ -124,7 +120,7 @@ def test_learned_positions_pre_norm_gelu_and_tied_weights(strategy, parts, tmp_p
 LANGUAGE, CLASSES = STAND_INS["pydoc"], STAND_INS["synthetic"]
 PLANTED = [
     # fault, strategy, task
-    *((fault, ["strategy=ddp", "ranks=2"], task) for fault in DATA_FAULTS for task in (LANGUAGE, CLASSES)),
+    *((fault, ["strategy=ddp", "ranks=2"], (LANGUAGE, CLASSES)[n % 2]) for n, fault in enumerate(DATA_FAULTS)),
     ("swap_two_targets", [*PIPELINE, "ranks=2"], LANGUAGE),
     ("swap_two_targets", [*PIPELINE, "ranks=2", *GPIPE], CLASSES),
     ("clip_per_stage", [*PIPELINE, "ranks=2"], LANGUAGE),
@@ -179,7 +175,6 @@ def test_fp32_stays_close_over_50_steps(strategy, tmp_path, tmp_path_factory):
 
 
 BITS = [
-    [*PIPELINE, "ranks=2"],
     [*PIPELINE, "ranks=2", *GPIPE],
     [*PIPELINE, "ranks=3"],
     ["strategy=pipeline_naive", "ranks=2"],
@@ -209,9 +204,7 @@ def test_another_cut_is_not_bit_identical(tmp_path, tmp_path_factory):
     assert not same_bits(one_process(tmp_path_factory, overrides), other)
 
 
-@pytest.mark.parametrize(
-    "strategy", [["strategy=single"], ["strategy=ddp", "ranks=3"], [*TENSOR, "ranks=2"], HYBRID], ids=lambda s: s[0]
-)
+@pytest.mark.parametrize("strategy", [["strategy=ddp", "ranks=3"], [*TENSOR, "ranks=2"], HYBRID], ids=lambda s: s[0])
 def test_same_config_twice_is_bit_identical(strategy, tmp_path):
     overrides = [*STABLE, "dataset=pydoc", "trainer.global_batch=13", "trainer.micro_batch=4", *strategy]
     assert identical(train(tmp_path / "first", overrides), train(tmp_path / "second", overrides))
