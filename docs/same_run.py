@@ -31,12 +31,13 @@ def main(out: str, *folders: str) -> None:
         style = {"linewidth": 3.5, "alpha": 0.35} if number == 0 else {"linewidth": 1.2}
         curves.plot(steps, record.losses, label=record.name, color=f"C{number}", **style)
         if number:
-            apart = [abs(a - b) / a for a, b in zip(reference, record.losses, strict=True)]
-            gap.semilogy(steps, [max(d, 1e-9) for d in apart], color=f"C{number}", linewidth=1)
+            apart = [abs(a - b) / a for a, b in zip(reference, record.losses, strict=False)]
+            gap.semilogy(range(1, len(apart) + 1), [max(d, 1e-9) for d in apart], color=f"C{number}", linewidth=1)
     curves.set_ylabel("training loss, nats")
     curves.legend(frameon=False)
     gap.set_ylabel("relative\ndifference")
     gap.set_xlabel("step")
+    gap.xaxis.get_major_locator().set_params(integer=True)
     gap.set_ylim(1e-9, 1e-1)
     for axes in (curves, gap):
         axes.spines[["top", "right"]].set_visible(False)
@@ -45,4 +46,6 @@ def main(out: str, *folders: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit("usage: python docs/same_run.py OUT.png RUN RUN..., or OUT.png SWEEP")
     main(*sys.argv[1:])

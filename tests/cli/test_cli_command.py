@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardlab.cli import main
+from shardlab.config.overrides import packaged_choices
 from shardlab.launch.jobs import new_folders, remove_empty
 
 LIGHT = [
@@ -95,13 +96,14 @@ def test_a_users_primary_config_may_stand_on_the_packaged_one(own_choices, capfd
     assert "seed: 5" in shown
 
 
+STRATEGIES = {f"strategy={name}" for name in packaged_choices("strategy")}
 TABS = [
     # typed so far                               offered
     ("shardlab ",                                {"train", "data", "compare", "sync"}),
     ("shardlab tr",                              {"train"}),
     ("shardlab train model=t",                   {"model=tiny", "model=tutorial"}),
     ("shardlab train model=small trainer.st",    {"trainer.steps="}),
-    ("shardlab train -m model=small strategy=",  {"strategy=single", "strategy=ddp"}),
+    ("shardlab train -m model=small strategy=",  STRATEGIES),
     ("shardlab train --cfg ",                    {"job", "hydra", "all"}),
     ("shardlab train --cfg job preci",           {"precision=", "precision."}),
     ("shardlab train --config-dir mine model=m", {"model=mine"}),

@@ -113,7 +113,7 @@ DEVICES = [
     # the sweep's words                                         devices of its jobs, where there is one GPU
     (["seed=1,2"], ["cuda", "cuda"]),
     (["strategy=single,ddp"], ["cpu", "cpu"]),
-    (["strategy=glob(*)"], ["cpu", "cpu"]),
+    (["strategy=glob(*)"], ["cpu"] * 5),  # hybrid is refused: it needs four ranks
     (["strategy=ddp", "ranks=1,2"], ["cpu", "cpu"]),
     (["strategy=ddp", "ranks=1", "seed=1,2"], ["cuda", "cuda"]),
     (["experiment=mine,demo", "--config-dir", "own"], ["cpu", "cpu"]),

@@ -80,6 +80,10 @@ def _exit(place: Place) -> None:
     sys.exit(3)
 
 
+def _exit_quietly(place: Place) -> None:
+    sys.exit(0)
+
+
 def _spin(place: Place) -> None:
     while True:
         pass
@@ -107,6 +111,7 @@ FAULTS = {
     "leave": _leave,
     "leave mute": _leave_mute,
     "exit": _exit,
+    "exit quietly": _exit_quietly,
     "spin": _spin,
     "hold lock": _hold_lock,
     "wait": _wait,

@@ -36,6 +36,7 @@ CAUSES = [
     ("leave", "rank 1 left with exit status 7 before it had finished", "rank 1 meets leave"),
     ("leave mute", "rank 1 left with exit status 0 before it had finished", "rank 1 meets leave mute"),
     ("exit", "rank 1 raised RuntimeError: exit was called with 3", "SystemExit: 3"),
+    ("exit quietly", "rank 1 raised RuntimeError: exit was called with 0", "SystemExit: 0"),
 ]
 
 

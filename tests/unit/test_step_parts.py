@@ -8,7 +8,7 @@ import torch
 from sklearn.metrics import accuracy_score, f1_score, precision_score, recall_score
 from torch import nn
 
-from shardlab.analysis.table import difference, training_of
+from shardlab.analysis.table import difference, told_apart, training_of
 from shardlab.config.schema import (
     AXES,
     Config,
@@ -244,3 +244,12 @@ def test_a_run_is_held_against_the_one_that_was_to_be_the_same():
         whole = {"trainer": {"clip": 1.0}, **config}
         record = RunRecord(Path(), name, name, whole, {}, [], [])
         assert first.setdefault(training_of(record), name) == reference
+
+
+def test_runs_of_one_name_are_told_apart_by_what_differs():
+    def run(name: str, split: list[int] | None, seed: int) -> RunRecord:
+        config = {"seed": seed, "run_dir": f"runs/{seed}{split}", "strategy": {"split": split}}
+        return RunRecord(Path(), name, name, config, {}, [], [])
+
+    records = [run("a", [2, 2], 1), run("a", None, 1), run("b", [3, 1], 2)]
+    assert told_apart(records) == ["a strategy.split=[2,2]", "a strategy.split=None", "b"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardlab.errors import ShardlabError
@@ -30,7 +31,31 @@ def compare(folders: list[Path]) -> str:
     first: dict[str, RunRecord] = {}
     for record in records:
         first.setdefault(training_of(record), record)
-    return text_table([row(record, first[training_of(record)]) for record in records])
+    rows = [row(record, first[training_of(record)]) for record in records]
+    for shown, name in zip(rows, told_apart(records), strict=True):
+        shown["run"] = name
+    return text_table(rows)
+
+
+def told_apart(records: list[RunRecord]) -> list[str]:
+    """The runs' names; of runs that share one, with the values of their configs that differ."""
+    alike: dict[str, list[dict[str, object]]] = {}
+    for record in records:
+        alike.setdefault(record.name, []).append(flat(record.config))
+    names = []
+    for record in records:
+        configs, own = alike[record.name], flat(record.config)
+        keys = [key for key in own if key != "run_dir" and any(config.get(key) != own[key] for config in configs)]
+        names.append(" ".join([record.name, *(f"{key}={own[key]}".replace(" ", "") for key in keys)]))
+    return names
+
+
+def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """A config's values by their dotted keys."""
+    values: dict[str, object] = {}
+    for key, value in config.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return values
 
 
 def training_of(record: RunRecord) -> str:

@@ -38,7 +38,10 @@ DEVICES = Path("/dev")
 """Where NVIDIA's driver shows a file for each GPU."""
 
 LARGEST_SIZE = 2**20
-"""Layers, features, heads and positions: far beyond any machine, yet within what an array's size can say."""
+"""Features, heads and positions: far beyond any machine, yet within what an array's size can say."""
+
+MOST_LAYERS = 1024
+"""Ten times as many as the deepest models have."""
 
 MOST_TOKENS, MOST_STEPS = 10**8, 10**12
 """Of the synthetic source, which is made in memory; of a run."""
@@ -110,7 +113,7 @@ def _positive(key: str, value: float | None) -> None:
 def _check_model(model: ModelConfig) -> None:
     for key in ("n_layers", "d_model", "n_heads", "d_ff"):
         at_least(f"model.{key}", getattr(model, key), 1)
-        _at_most(f"model.{key}", getattr(model, key), LARGEST_SIZE)
+        _at_most(f"model.{key}", getattr(model, key), MOST_LAYERS if key == "n_layers" else LARGEST_SIZE)
     if model.d_model % model.n_heads:
         fitting = [n for n in range(1, model.d_model + 1) if model.d_model % n == 0]
         close = sorted(sorted(fitting, key=lambda n: abs(n - model.n_heads))[:4])

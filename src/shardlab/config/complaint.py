@@ -126,6 +126,10 @@ def _of_value(error: OmegaConfBaseException, outer: str) -> str:
         return f"{key} must be {TYPES.get(wrong_type[3], wrong_type[3])}, not {wrong_type[1]}"
     if " is not a valid bool" in first:
         return f"{key} must be true or false, not {first.removeprefix('Value ').partition(' is not')[0]}"
+    if "is not a ListConfig" in first or "DictConfig with ListConfig" in first:
+        return f"{key} must be a list, such as {key}=[3,1]"
+    if "is not a subclass" in first and "NoneType" in first:
+        return f"{key} must not be null"
     if first.startswith("Invalid type assigned"):
         return f"{key} holds several keys; set {key}.KEY, not {key} itself"
     enum = re.match(r"Invalid value (.+), expected one of \[(.+)\]", first)

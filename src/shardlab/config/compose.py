@@ -99,6 +99,10 @@ def composing(
             refuse_code(cfg.hydra)
         except RecursionError:
             raise ShardlabError("the config refers to itself: a file lists itself, or an alias its owner") from None
+        except AssertionError:  # OmegaConf's, for an item of a list that is null
+            raise ShardlabError(
+                "an override sets an item of a list that is null; give the whole list, such as strategy.split=[3,1]"
+            ) from None
         except (TypeError, KeyError, IndexError, AttributeError) as error:  # Hydra's own, for odd values of its keys
             raise ShardlabError(f"Hydra can't compose this: {type(error).__name__}: {error}") from None
         HydraConfig.instance().set_config(cfg)
@@ -170,6 +174,7 @@ def to_config(cfg: DictConfig | Mapping[str, Any]) -> Config:
         for group, classes in CHOSEN.items():
             schema[group] = OmegaConf.structured(_chosen(group, classes, plain.get(group)))
         config = OmegaConf.to_object(OmegaConf.merge(schema, plain))
+        OmegaConf.structured(config)  # merging lets the items of a list pass as they are
     except OmegaConfBaseException as error:
         raise ShardlabError(complaint(error)) from None
     assert isinstance(config, Config)

@@ -94,17 +94,17 @@ class ModelConfig:
 
 @dataclass
 class StrategyConfig:
-    """A point in the mesh: the size of each axis. Their product is the number of ranks.
+    """A point in the mesh: the size of each axis, 1 where a file names none. Their product is the number of ranks.
 
     schedule: of a pipeline; see Schedule
     split: layers of each stage of a pipeline; null cuts by estimated cost
     """
 
     name: str = MISSING
-    replicate: int = MISSING
-    shard: int = MISSING
-    pipeline: int = MISSING
-    tensor: int = MISSING
+    replicate: int = 1
+    shard: int = 1
+    pipeline: int = 1
+    tensor: int = 1
     schedule: Schedule = Schedule["1f1b"]
     split: list[int] | None = None
 

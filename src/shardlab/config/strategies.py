@@ -99,7 +99,9 @@ def _check_layers(split: list[int], stages: int, n_layers: int) -> None:
         raise ShardlabError(f"{shown} has a length of {len(split)}, and strategy.pipeline={stages}; {even} would do")
     if sum(split) != n_layers:
         raise ShardlabError(f"{shown} makes {sum(split)} layers, and model.n_layers={n_layers}; {even} would do")
-    if min(split) < 0 or 0 in split[1:-1]:
+    if min(split) < 0:
+        raise ShardlabError(f"{shown}: a stage can't have fewer than 0 layers; {even} would do")
+    if 0 in split[1:-1]:
         raise ShardlabError(
             f"{shown}: a stage between the ends needs a layer (the first and the last may have 0: they hold the "
             f"embedding and the head); {even} would do"
@@ -108,12 +110,14 @@ def _check_layers(split: list[int], stages: int, n_layers: int) -> None:
 
 def schedule_notes(config: Config, overrides: list[str]) -> list[str]:
     """What the user should know of a checked config: what is left unused, or replaced."""
-    strategy, parts = config.strategy, config.trainer.micro_batches
+    strategy, trainer = config.strategy, config.trainer
     if strategy.pipeline == 1:
         given = [key for key in ("schedule", "split") if any(o.startswith(f"strategy.{key}=") for o in overrides)]
         return [f"strategy.pipeline=1: strategy.{key} is left unused" for key in given]
-    if strategy.schedule.name == "1f1b" and parts is not None and parts < strategy.pipeline * strategy.replicate:
-        few = f"trainer.micro_batches={parts} leaves fewer than one for each of {strategy.pipeline} stages"
+    parts = trainer.micro_batches or -(-trainer.global_batch // (trainer.micro_batch or trainer.global_batch))
+    of_a_copy = -(-parts // strategy.replicate)
+    if strategy.schedule.name == "1f1b" and of_a_copy < strategy.pipeline:
+        few = f"{of_a_copy} micro-batches are fewer than strategy.pipeline={strategy.pipeline} stages"
         return [f"{few}: gpipe takes the place of 1f1b"]
     return []
 

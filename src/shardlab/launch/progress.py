@@ -67,7 +67,10 @@ class Progress:
     def _take(self, event: Event) -> None:
         if event["event"] == "start":
             self._start = event
-            self._write(f"{self._name}: {event.get('total_steps')} steps, {event.get('parameters', 0):,} parameters")
+            stages = event.get("stages", [])
+            cut = f", stages of {' + '.join(map(str, stages))} layers" if len(stages) > 1 else ""
+            size = f"{event.get('total_steps')} steps, {event.get('parameters', 0):,} parameters"
+            self._write(f"{self._name}: {size}{cut}")
             if self._stream.isatty():
                 from tqdm import tqdm
 

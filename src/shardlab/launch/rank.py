@@ -65,10 +65,8 @@ def live(place: Place, orders: Orders, launcher: "Connection[Any, Any]") -> None
         try:
             # Bytes of our own launcher, through its pipe to this process; nothing that was ever in a file.
             result = function(place, *pickle.loads(orders.arguments))
-        except SystemExit as leaving:
-            if leaving.code not in (None, 0):
-                raise RuntimeError(f"exit was called with {leaving.code!r}") from leaving
-            result = None
+        except SystemExit as leaving:  # whatever its code: the function has not come to its end
+            raise RuntimeError(f"exit was called with {leaving.code!r}") from leaving
         launcher.send(Finished(result))
     except BaseException as error:
         # `kept` holds the traceback and with it every object of the failed step until the process is gone.

@@ -144,7 +144,7 @@ def say(record: RunRecord, warning: str | None, reason: str | None) -> None:
     if rate := record.tokens_per_s:
         line += f", {rate:,.0f} tokens/s"
     if record.peak_memory:
-        line += ", peak memory " + " and ".join(f"{size / 2**20:,.0f}" for size in record.peak_memory.values()) + " MiB"
+        line += ", peak memory " + ", ".join(f"{size / 2**20:,.0f}" for size in record.peak_memory.values()) + " MiB"
     lines = [line]
     for split in ("val", "test"):
         if evaluations := record.evals(split):

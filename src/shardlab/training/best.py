@@ -40,22 +40,26 @@ def save_best(training: Training, run_dir: Path) -> None:
     dtype = training.held[0][1].dtype
     starts, header = layout(training, dtype)
     place = training.mesh.place
-    if training.mesh.rank == 0:
-        path.parent.mkdir(exist_ok=True)
-        with unfinished.open("wb") as file:
-            file.write(header)
-            os.posix_fallocate(file.fileno(), 0, starts[""])  # a full disk shows here, not as holes
-    training.mesh.wait()
-    if place["replicate"] == place["shard"] == 0:
-        with unfinished.open("r+b") as file:
-            for entry, parameter in training.held:
-                if entry.tensor_dim is not None or place["tensor"] == 0:
-                    write_part(file, starts[entry.name], entry, training.part, parameter.detach())
-            file.flush()
-            os.fsync(file.fileno())
-    training.mesh.wait()
-    if training.mesh.rank == 0:
-        os.replace(unfinished, path)
+    try:
+        if training.mesh.rank == 0:
+            path.parent.mkdir(exist_ok=True)
+            with unfinished.open("wb") as file:
+                file.write(header)
+                os.posix_fallocate(file.fileno(), 0, starts[""])  # a full disk shows here, not as holes
+        training.mesh.wait()
+        if place["replicate"] == place["shard"] == 0:
+            with unfinished.open("r+b") as file:
+                for entry, parameter in training.held:
+                    if entry.tensor_dim is not None or place["tensor"] == 0:
+                        write_part(file, starts[entry.name], entry, training.part, parameter.detach())
+                file.flush()
+                os.fsync(file.fileno())
+        training.mesh.wait()
+        if training.mesh.rank == 0:
+            os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def layout(training: Training, dtype: torch.dtype) -> tuple[dict[str, int], bytes]:

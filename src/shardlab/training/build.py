@@ -60,7 +60,8 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
     """Raises ShardlabError where torch refuses the optimizer's arguments."""
     shape = shape_of(config.model, dataset.vocab_size, dataset.n_classes, dataset.max_len)
     table = parameter_table(shape)
-    part = Part(stage_layers(config, shape, table)[mesh.place["pipeline"]], mesh.tensor)
+    layers = stage_ranges(stage_layers(config, shape, table))[mesh.place["pipeline"]]
+    part = Part(layers, mesh.tensor)
     model = Transformer(shape, table, part)
     dtype = DTYPES[config.precision.name]
     materialise(model, table, part, config.seed, dtype, device)
@@ -81,10 +82,9 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
     )
 
 
-def stage_layers(config: Config, shape: Shape, table: ParameterTable) -> list[range]:
-    """The layers of each stage: as the config says, or by their estimated cost."""
-    split = config.strategy.split or cut(place_costs(shape, table), config.strategy.pipeline)
-    return stage_ranges(split)
+def stage_layers(config: Config, shape: Shape, table: ParameterTable) -> list[int]:
+    """How many layers each stage has: as the config says, or by their estimated cost."""
+    return config.strategy.split or cut(place_costs(shape, table), config.strategy.pipeline)
 
 
 def build_pipeline(config: Config, mesh: Connected, dtype: torch.dtype, device: torch.device) -> Pipeline | None:

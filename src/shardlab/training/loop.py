@@ -20,7 +20,7 @@ from shardlab.data.rows import feed
 from shardlab.parallel.mesh import connect, mesh_of
 from shardlab.tracking.record import EventLog
 from shardlab.training.best import load_best, save_best
-from shardlab.training.build import Training, build
+from shardlab.training.build import Training, build, stage_layers
 from shardlab.training.device import device_name, meet, peak_memory, prepare_device
 from shardlab.training.evaluation import evaluate
 from shardlab.training.learning_rate import learning_rate
@@ -124,6 +124,7 @@ def start_facts(training: Training, total_steps: int, epoch_steps: int) -> dict[
         "mesh": training.mesh.mesh.name,
         "ranks": training.mesh.mesh.ranks,
         "parameters": training.table.elements,
+        "stages": stage_layers(training.config, training.shape, training.table),
         "vocab_size": training.shape.vocab_size,
         "dataset": {**dataset.facts, **{f"{s}_dropped": dataset.dropped(s, batch) for s in dataset.splits}},
         "fingerprint": dataset.fingerprint,
