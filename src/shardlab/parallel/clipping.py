@@ -43,8 +43,9 @@ def global_norm(held: list[tuple[Entry, nn.Parameter]], table: ParameterTable, m
     """
     place = {entry.name: number for number, entry in enumerate(table.own)}
     squares = torch.zeros(len(place), dtype=torch.float64, device=held[0][1].device)
+    counts_whole = mesh.place["tensor"] == 0
     for entry, parameter in held:
-        if parameter.grad is not None and (entry.tensor_dim is not None or mesh.place["tensor"] == 0):
+        if parameter.grad is not None and (entry.tensor_dim is not None or counts_whole):
             squares[place[entry.name]] = squared_norm(parameter.grad)
     return mesh.sum(squares, ("pipeline", "tensor")).sum().sqrt()
 
