@@ -77,12 +77,20 @@ class _Parameters(nn.Module):
                 self.register_parameter(leaf, nn.Parameter(torch.empty(part.shape(entry), device="meta")))
 
 
+_WIDE = 1024
+"""Columns that a product on the CPU makes at once: MKL blocks a very wide one badly (benchmarks/step/README.md)."""
+
+
 class Linear(_Parameters):
     """x @ weight.T + bias, with any number of dims of features on either side flattened to one."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., inputs]; returns [..., outputs]"""
-        return F.linear(x, self.weight.reshape(-1, x.shape[-1]), self.bias.flatten())
+        weight, bias = self.weight.reshape(-1, x.shape[-1]), self.bias.flatten()
+        if len(bias) <= _WIDE or x.device.type != "cpu":
+            return F.linear(x, weight, bias)
+        columns = zip(weight.split(_WIDE), bias.split(_WIDE), strict=True)
+        return torch.cat([F.linear(x, *some) for some in columns], dim=-1)
 
 
 class RowLinear(_Parameters):
