@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -29,7 +29,7 @@ class Signals:
         self.received: int | None = None
         self.count = 0
         self._raises = False
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
         self._pipe: tuple[int, int] | None = None
 
     def __enter__(self) -> Self:
@@ -44,7 +44,7 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
         if self._pipe is not None:
             for end in self._pipe:
                 os.close(end)

@@ -77,8 +77,9 @@ class _Parameters(nn.Module):
                 self.register_parameter(leaf, nn.Parameter(torch.empty(part.shape(entry), device="meta")))
 
 
-_WIDE = 1024
-"""Columns that a product on the CPU makes at once: MKL blocks a very wide one badly (benchmarks/step/README.md)."""
+_WIDE, _COLUMNS = 16384, 1024
+"""A product with more outputs than the first, such as a head's, is made so many columns at a time on the CPU: MKL
+blocks it badly as a whole. A layer's own are faster whole (both measured in benchmarks/step/README.md)."""
 
 
 class Linear(_Parameters):
@@ -89,7 +90,7 @@ class Linear(_Parameters):
         weight, bias = self.weight.reshape(-1, x.shape[-1]), self.bias.flatten()
         if len(bias) <= _WIDE or x.device.type != "cpu":
             return F.linear(x, weight, bias)
-        columns = zip(weight.split(_WIDE), bias.split(_WIDE), strict=True)
+        columns = zip(weight.split(_COLUMNS), bias.split(_COLUMNS), strict=True)
         return torch.cat([F.linear(x, *some) for some in columns], dim=-1)
 
 
