@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.config.compose import Composed, config_yaml
+from shardlab.config.objectives import check_objective
 from shardlab.config.optimizers import check_optimizer
 from shardlab.config.schema import (
     Config,
@@ -28,7 +29,7 @@ from shardlab.config.schema import (
     TextConfig,
     TrainerConfig,
 )
-from shardlab.config.strategies import at_least, check_ranks, check_split, schedule_notes, settle_cut
+from shardlab.config.strategies import at_least, check_ranks, check_split, is_classifier, schedule_notes, settle_cut
 from shardlab.errors import ShardlabError
 
 LARGEST_SEED = 2**32 - 1
@@ -88,6 +89,8 @@ def check(config: Config, *, largest_ranks: int | None = None) -> Config:
     _positive("optimizer.lr", config.optimizer.lr)
     check_optimizer(config.optimizer)
     _check_scheduler(config)
+    at_least("sweep.parallel", config.sweep.parallel, 1)
+    check_objective(config.sweep.objective, is_classifier(config))
     if config.tracking.name not in ("mlflow", "none"):
         raise ShardlabError(f"tracking.name={config.tracking.name} is unknown; it is mlflow or none")
     return replace(

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from shardlab.config.complaint import complaint, nearest
+from shardlab.config.identity import config_hash
 from shardlab.config.overrides import GROUPS, check_overrides
 from shardlab.config.schema import CHOSEN, Config
 from shardlab.errors import ShardlabError
@@ -46,12 +47,14 @@ class Composed:
     yaml: the config as text, without interpolations; `to_config` reads it back
     overrides: what the user wrote, without Hydra's own settings
     choices: group -> chosen name; `experiment` too if one was chosen
+    hash: of the config as asked for; see identity.py
     """
 
     config: Config
     yaml: str
     overrides: list[str]
     choices: dict[str, str]
+    hash: str
 
 
 def register_schema() -> None:
@@ -157,6 +160,7 @@ def composed_from(cfg: DictConfig, hydra: DictConfig) -> Composed:
         yaml=config_yaml(config),
         overrides=list(hydra.overrides.task),
         choices={group: choices[group] for group in (*GROUPS, "experiment") if choices.get(group) is not None},
+        hash=config_hash(config),
     )
 
 

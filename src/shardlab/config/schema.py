@@ -231,11 +231,29 @@ class TrainerConfig:
 
 @dataclass
 class RuntimeConfig:
-    """threads: per rank; null shares the cores evenly. timeout: seconds a collective may wait."""
+    """threads: per rank; null shares the cores evenly.
+
+    timeout: seconds that a rank may be silent: neither a step nor a micro-batch, nor a part of an evaluation; then it
+    hangs, and the run is ended
+    """
 
     device: Device = Device.auto
     threads: int | None = None
     timeout: float = 600.0
+
+
+@dataclass
+class SweepConfig:
+    """What a command with -m does beside its runs; the same for all of its jobs.
+
+    parallel: jobs at the same time, each on its own share of the cores or GPUs
+    fail_fast: the first job that fails ends the sweep
+    objective: what a job hands to the sweeper, one name or a list of them; see config/objectives.py
+    """
+
+    parallel: int = 1
+    fail_fast: bool = False
+    objective: Any = "val/loss"
 
 
 @dataclass
@@ -254,6 +272,7 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
 CHOSEN: dict[str, dict[str, type]] = {

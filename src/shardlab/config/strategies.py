@@ -57,12 +57,16 @@ def check_ranks(strategy: StrategyConfig, ranks: int) -> int:
     return ranks
 
 
+def is_classifier(config: Config) -> bool:
+    """Whether the dataset asks for a classifier; else for a language model."""
+    return isinstance(config.dataset, NsmcConfig) or getattr(config.dataset, "task", None) is Task.classifier
+
+
 def check_split(config: Config) -> None:
     """Raise ShardlabError where the model can't be cut so: the pipeline's stages, and what the tensor axis cuts."""
     strategy, model = config.strategy, config.model
     stages = strategy.pipeline
-    classifier = isinstance(config.dataset, NsmcConfig) or getattr(config.dataset, "task", None) is Task.classifier
-    if stages > 1 and model.tie and not classifier:
+    if stages > 1 and model.tie and not is_classifier(config):
         raise ShardlabError(
             f"model.tie=true needs embedding and head on one rank, and strategy.pipeline={stages} parts them; "
             "model.tie=false or strategy=tensor would run"

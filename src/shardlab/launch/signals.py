@@ -85,3 +85,38 @@ class Signals:
             yield
         finally:
             self._raises = False
+
+
+class Stopped(BaseException):
+    """Another thread has pulled the Stop of this one's work. reason: why, in one line."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Stop:
+    """Ends one piece of work from another thread: pulled once, noticed where the work looks.
+
+    reason: why it was pulled; None before
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._pipe = os.pipe()
+
+    def pull(self, reason: str) -> None:
+        """Have the work end; a second pull changes nothing."""
+        if self.reason is None:
+            self.reason = reason
+            os.write(self._pipe[1], b"!")
+
+    @property
+    def wakes(self) -> int:
+        """A file descriptor that becomes readable, and stays so, once it is pulled."""
+        return self._pipe[0]
+
+    def __del__(self) -> None:
+        for end in self._pipe:
+            with contextlib.suppress(OSError):
+                os.close(end)
