@@ -77,11 +77,10 @@ def test_twelve_jobs_of_which_four_are_sabotaged(monkeypatch: pytest.MonkeyPatch
     """Exception, SIGKILL of a rank, endless loop, refused combination; two jobs at a time."""
     folder = Path("own/experiment")
     folder.mkdir(parents=True)
-    for seed in (*range(8), 101, 102, 103, 3):
-        strategy, ranks = ("ddp", 2) if seed != 3 or not (folder / "job_3.yaml").exists() else ("tensor", 3)
-        name = f"job_{seed}" if strategy == "ddp" else "job_refused"
-        text = f"# @package _global_\ndefaults:\n  - override /strategy: {strategy}\nseed: {seed}\nranks: {ranks}\n"
-        (folder / f"{name}.yaml").write_text(text)
+    jobs = {str(seed): ("ddp", 2, seed) for seed in (*range(8), 101, 102, 103)} | {"refused": ("tensor", 3, 9)}
+    for name, (strategy, ranks, seed) in jobs.items():
+        text = f"# @package _global_\ndefaults:\n  - override /strategy: {strategy}\nranks: {ranks}\nseed: {seed}\n"
+        (folder / f"job_{name}.yaml").write_text(text)
     words = (
         *("--config-dir", "own", "experiment=glob(job_*)", "hydra.sweep.dir=all"),
         *("sweep.parallel=2", "runtime.timeout=15"),
