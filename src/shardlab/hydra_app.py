@@ -110,8 +110,9 @@ def _sweep(words: list[str], overrides: list[str], rest: list[str], compose: dic
         parsed = OverridesParser.create(loader).parse_overrides(overrides)
         jobs_overrides = BasicSweeper.split_arguments(parsed, None)[0] if check.visible_gpus() else []
     refuse_used_sweep(folder)
-    varied = [override.key_or_group for override in parsed if override.is_sweep_override()]
-    parent = Sweep(folder, ["shardlab", "train", *words])
+    space = [override for override in parsed if override.is_sweep_override()]
+    varied = [override.key_or_group for override in space]
+    parent = Sweep(folder, ["shardlab", "train", *words], [str(override.input_line) for override in space])
     jobs = SweepJobs(folder, varied, _most_ranks(jobs_overrides, compose), parent)
     new, interrupted = new_folders(folder), True
     with Signals() as signals:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from shardlab.config.check import settle
 from shardlab.config.compose import composed_from
 from shardlab.errors import ShardlabError
+from shardlab.launch.job import Job
 from shardlab.launch.new_folder import new_folders as new_folders
 from shardlab.launch.new_folder import remove_empty as remove_empty
 from shardlab.launch.streams import open_missing, tell
@@ -105,7 +106,8 @@ class SweepJobs(Jobs):
         tell(f"job {number}: {what}", sys.stdout)
         folder = self.folder / str(hydra.sweep.subdir)
         try:
-            record = _train(cfg, str(folder), sweep=self.parent, largest_ranks=self.ranks)
+            job = Job(number, what, self.parent.folder, self.parent.begin)
+            record = _train(cfg, str(folder), job=job, largest_ranks=self.ranks)
         except Exception as error:
             remove_empty([each for each in (folder, *folder.parents) if self.folder in each.parents])
             self._keep(number, what, error)
@@ -145,9 +147,7 @@ def table(rows: list[Row], folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _train(
-    cfg: DictConfig, run_dir: str, *, sweep: "Sweep | None" = None, largest_ranks: int | None = None
-) -> "RunRecord":
+def _train(cfg: DictConfig, run_dir: str, *, job: Job | None = None, largest_ranks: int | None = None) -> "RunRecord":
     hydra = cast(DictConfig, HydraConfig.get())
     composed = composed_from(cfg, hydra)
     composed = replace(composed, config=replace(composed.config, run_dir=run_dir))
@@ -157,7 +157,7 @@ def _train(
 
     from shardlab.launch.run import run
 
-    return run(settled, sweep=sweep, hydra=hydra)
+    return run(settled, job=job, hydra=hydra)
 
 
 def _is_failed_run(error: Exception) -> bool:

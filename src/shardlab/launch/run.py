@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 from signal import Signals as Signal
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -19,6 +18,7 @@ from shardlab.data.prepare import prepare
 from shardlab.data.prepared import read_meta
 from shardlab.errors import ShardlabError
 from shardlab.launch.folder import make_folder, refuse_used
+from shardlab.launch.job import Job
 from shardlab.launch.progress import Progress, shown
 from shardlab.launch.ranks import RanksFailed, run_ranks
 from shardlab.launch.signals import Signals
@@ -27,9 +27,6 @@ from shardlab.tracking.mlflow_sink import SINK_SECONDS, Sink, where_to_look
 from shardlab.tracking.record import EVENTS, EventLog, RunRecord
 from shardlab.tracking.store import store_of
 from shardlab.training.length import run_length
-
-if TYPE_CHECKING:
-    from shardlab.launch.sweep import Sweep
 
 TRAIN_RANK = "shardlab.training.loop:train_rank"
 """What each rank runs. A name: importing it would bring torch into the launcher."""
@@ -49,10 +46,11 @@ class RunFailed(Exception):  # noqa: N818 - it says what happened
         return f"{self.record.name} failed: {self.reason} (more in {self.record.folder}/rank-*.log)"
 
 
-def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig | None = None) -> RunRecord:
+def run(composed: Composed, *, job: Job | None = None, hydra: DictConfig | None = None) -> RunRecord:
     """Train as a checked config says, and return the run's record.
 
-    sweep: the sweep that this run is a job of; hydra: Hydra's own node of the config, to be kept in the run folder
+    job: what a sweep tells the run, if it is one of its jobs
+    hydra: Hydra's own node of the config, to be kept in the run folder
 
     Raises ShardlabError for what the user can mend, before or after the ranks have started; RunFailed;
     KeyboardInterrupt, or SystemExit(128 + signal) after SIGTERM or SIGHUP. The run's end is written in every case.
@@ -66,7 +64,9 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
             data_dir = prepare(config.dataset, global_batch=config.trainer.global_batch)
         data = read_meta(data_dir)
         run_length(config, data)  # too short a run is the user's to mend, before there is a folder
-        name = make_folder(folder, composed, data, None if sweep is None else sweep.begin(), hydra)
+        if job is not None:
+            job.begin()
+        name = make_folder(folder, composed, data, job, hydra)
         sink = Sink(folder, store_of(config.tracking)) if config.tracking.name == "mlflow" else None
         progress = Progress(folder, name)
         ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"

@@ -8,13 +8,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardlab.errors import ShardlabError
 from shardlab.launch.streams import tell
 from shardlab.tracking.mlflow_sink import SINK_SECONDS
-from shardlab.tracking.provenance import user, without_credentials
+from shardlab.tracking.provenance import without_credentials
 from shardlab.tracking.record import PROVENANCE, RunRecord
 from shardlab.tracking.store import problem, quiet
 from shardlab.tracking.sweep_parent import begin_sweep, end_sweep, ship_sweep
@@ -23,28 +23,28 @@ from shardlab.tracking.sweep_parent import begin_sweep, end_sweep, ship_sweep
 class Sweep:
     """One sweep.
 
-    folder: holds the folders of its jobs; command: the words that started it
+    folder: holds the folders of its jobs; command: the words that started it; space: those with several values
     begun: whether it has been written down: some job got as far as a folder
     """
 
-    def __init__(self, folder: Path, command: list[str]) -> None:
+    def __init__(self, folder: Path, command: list[str], space: Sequence[str] = ()) -> None:
         self.folder = folder.absolute()
         self.begun = False
         self._id = uuid.uuid4().hex
         self._command = [without_credentials(word) for word in command]
+        self._space = [without_credentials(word) for word in space]
 
-    def begin(self) -> Path:
-        """Write the sweep down if it isn't yet, and return its folder. For each job that gets as far as a folder.
+    def begin(self) -> None:
+        """Write the sweep down if it isn't yet. For each job that gets as far as a folder.
 
         Raises ShardlabError if it can't be written, or if the folder has become another sweep's.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            begin_sweep(self.folder, self._id, self._command, user())
+            begin_sweep(self.folder, {"id": self._id, "command": self._command, "space": self._space})
         except OSError as error:
             raise ShardlabError(f"hydra.sweep.dir={self.folder} can't be written: {error.strerror or error}") from error
         self.begun = True
-        return self.folder
 
     def finish(
         self, *, interrupted: bool = False, refused: int = 0, give_up: Callable[[], bool] = lambda: False
