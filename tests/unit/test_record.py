@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from shardlab.errors import ShardlabError
-from shardlab.tracking.mlflow_sink import Shipper, where_to_look
+from shardlab.tracking.mlflow_sink import where_to_look
 from shardlab.tracking.record import EventLog, RunRecord, Tail, find_run, read_events
+from shardlab.tracking.shipper import Shipper
 from shardlab.tracking.store import Store
 
 

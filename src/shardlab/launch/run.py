@@ -49,7 +49,8 @@ class RunFailed(Exception):  # noqa: N818 - it says what happened
 def run(composed: Composed, *, job: Job | None = None, hydra: DictConfig | None = None) -> RunRecord:
     """Train as a checked config says, and return the run's record.
 
-    job: what the sweep says, if this run is one of its jobs; hydra: Hydra's own node of the config, to be kept
+    job: what a sweep tells the run, if it is one of its jobs
+    hydra: Hydra's own node of the config, to be kept in the run folder
 
     Raises ShardlabError for what the user can mend, before or after the ranks have started; RunFailed;
     KeyboardInterrupt, or SystemExit(128 + signal) after SIGTERM or SIGHUP; Stopped, if the sweep has ended it. The

@@ -22,10 +22,10 @@ from shardlab.errors import ShardlabError
 from shardlab.launch.streams import tell
 from shardlab.sweeps.rows import DONE, Row, Rows, best_row, write_csv
 from shardlab.tracking.mlflow_sink import SINK_SECONDS
-from shardlab.tracking.provenance import launcher, user, without_credentials
-from shardlab.tracking.record import RunRecord, read_link
+from shardlab.tracking.provenance import without_credentials
+from shardlab.tracking.record import RunRecord
 from shardlab.tracking.settle import settle_run
-from shardlab.tracking.store import problem, quiet
+from shardlab.tracking.store import problem
 from shardlab.tracking.sweep_parent import SWEEP, begin_sweep, end_sweep, read_sweep, ship_sweep
 
 ROOT = Path("runs/sweeps")
@@ -89,8 +89,6 @@ def about_sweep(command: Sequence[str], space: Sequence[str]) -> dict[str, Any]:
         "name": f"sweep {' '.join(space)}"[:200],
         "command": [without_credentials(word) for word in command],
         "space": list(space),
-        "user": user(),
-        **launcher(),
     }
 
 
@@ -124,6 +122,7 @@ class Sweep:
             os.close(lock)
             raise ShardlabError(f"{where} is being run by another command; give another folder") from None
         self._lock = lock
+        self._about["id"] = read_sweep(self.folder).get("id", self._about["id"])
 
     def release(self) -> None:
         """Give the folder up; of a sweep that never began, leave nothing of ours in it."""
@@ -187,8 +186,6 @@ class Sweep:
         if best := best_row(rows, self._objectives):
             metrics[f"sweep/best_{self._objectives[0].replace('/', '_')}"] = best.objective[0]
             tags = {"shardlab.best_job": str(best.number), "shardlab.best": best.what[:5000]}
-            if link := read_link(self.folder / best.folder):
-                tags["shardlab.best_run"] = link["run_id"]
         try:
             write_csv(rows, self.folder, self._objectives)
             stores = end_sweep(self.folder, status, metrics, tags)
@@ -200,8 +197,7 @@ class Sweep:
         def ship() -> None:
             for store in stores:
                 try:
-                    with quiet():
-                        ship_sweep(self.folder, store)
+                    ship_sweep(self.folder, store)
                 except Exception as error:
                     problems.append(problem(store, error))
 

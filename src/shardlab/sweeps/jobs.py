@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,9 +85,10 @@ class SweepJobs(Jobs):
         self._open = contextlib.ExitStack()
         self._ended_by: BaseException | None = None
 
-    def __reduce__(self) -> tuple[type["SweepJobs"], tuple[Plan]]:
-        """A launcher that runs jobs in other processes, such as joblib's, sends this there."""
-        return SweepJobs, (self.plan,)
+    def __reduce__(self) -> tuple[Callable[[Plan], "SweepJobs"], tuple[Plan]]:
+        """A launcher that runs jobs in other processes, such as joblib's, sends this there. The sweep stays ours."""
+        self.sweep.begin()
+        return _elsewhere, (self.plan,)
 
     def reload(self) -> None:
         """Look up which configs need not be run again."""
@@ -261,6 +263,13 @@ class SweepJobs(Jobs):
         if statuses <= set(DONE):
             return 0
         return 2 if statuses == {"refused"} else 1
+
+
+def _elsewhere(plan: Plan) -> SweepJobs:
+    """The jobs as another process has them, whose launcher began the sweep."""
+    jobs = SweepJobs(plan)
+    jobs.sweep.begun = True
+    return jobs
 
 
 def free_folder(folder: Path) -> Path:
