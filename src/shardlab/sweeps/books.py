@@ -20,7 +20,7 @@ from typing import Any
 
 from shardlab.errors import ShardlabError
 from shardlab.launch.streams import tell
-from shardlab.sweeps.rows import DONE, Row, Rows, best_row, write_csv
+from shardlab.sweeps.rows import DONE, Row, Rows, best_rows, write_csv
 from shardlab.tracking.mlflow_sink import SINK_SECONDS
 from shardlab.tracking.provenance import without_credentials
 from shardlab.tracking.record import RunRecord
@@ -183,9 +183,10 @@ class Sweep:
             "sweep/jobs_refused": float(sum(row.status == "refused" for row in rows)),
         }
         tags = {}
-        if best := best_row(rows, self._objectives):
-            metrics[f"sweep/best_{self._objectives[0].replace('/', '_')}"] = best.objective[0]
-            tags = {"shardlab.best_job": str(best.number), "shardlab.best": best.what[:5000]}
+        best = best_rows(rows, self._objectives)
+        if len(self._objectives) == 1 and best:
+            metrics[f"sweep/best_{self._objectives[0].replace('/', '_')}"] = best[0].objective[0]
+            tags = {"shardlab.best_job": str(best[0].number), "shardlab.best": best[0].what[:5000]}
         try:
             write_csv(rows, self.folder, self._objectives)
             stores = end_sweep(self.folder, status, metrics, tags)

@@ -123,8 +123,16 @@ class SweepJobs(Jobs):
         if self.stop.reason is not None:
             raise Stopped(self.stop.reason)
 
-    def run(self, cfg: DictConfig) -> Any:
+    def run(self, cfg: DictConfig) -> "Objective | Future[Objective]":
         """Hydra's call for one composed job: returns its objective, or, in a pool, the Future of it."""
+        ended = self._run(cfg)
+        if self._pool is None or isinstance(ended, Future):
+            return ended
+        known: Future[Objective] = Future()  # it has nothing to run
+        known.set_result(ended)
+        return known
+
+    def _run(self, cfg: DictConfig) -> "Objective | Future[Objective]":
         self.started = True
         self.check()
         hydra = cast(DictConfig, HydraConfig.get())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from shardlab.errors import ShardlabError
 from shardlab.launch.streams import tell
-from shardlab.sweeps.rows import Row, best_row
+from shardlab.sweeps.rows import Row, best_rows, said_best
 from shardlab.tracking.record import EVENTS, Event, Tail
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ def said(row: Row, rows: list[Row], objectives: tuple[str, ...], again: bool) ->
         line += ", " + ", ".join(f"{n} {v:.5g}" for n, v in zip(objectives, row.objective, strict=True))
     if row.reason:
         line += f": {row.reason}"
-    best = best_row(rows, list(objectives))
-    if best is not None and again and row.status == "finished":
-        line += "; the best so far" if best.number == row.number else f"; best so far: job {best.number}"
+    best = [each.number for each in best_rows(rows, list(objectives))]
+    if best and again and row.status == "finished":
+        line += "; the best so far" if row.number in best else f"; best so far: job {', '.join(map(str, best))}"
     return line
 
 
@@ -134,8 +134,8 @@ class LiveTable:
         total = "" if self._total is None else f" of {self._total}"
         words = [f"{len(running)} running", *(f"{count} {status}" for status, count in sorted(counts.items()))]
         title = f"{len(rows)}{total} jobs ended: {', '.join(words)}"
-        if best := best_row(rows, list(self._objectives)):
-            title += f"\nbest so far: job {best.number}, {self._objectives[0]} {best.objective[0]:.5g}, {best.what}"
+        if best := said_best(rows, list(self._objectives)):
+            title += f"\n{best}"
         table = Table(title=title, title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0))
         for column in ("job", "", "step", "loss", self._objectives[0], "seconds"):
             table.add_column(column, justify="left" if not column else "right", overflow="fold")

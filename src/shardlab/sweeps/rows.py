@@ -71,11 +71,32 @@ class Rows:
         return [found[number] for number in sorted(found)]
 
 
-def best_row(rows: list[Row], objectives: list[str]) -> Row | None:
-    """The finished job with the best value of the first objective; of equal ones the first. None without any."""
-    sign = -1 if goes_up(objectives[0]) else 1
-    finished = [row for row in rows if row.status == "finished" and row.objective]
-    return min(finished, key=lambda row: sign * row.objective[0], default=None)
+def best_rows(rows: list[Row], objectives: list[str]) -> list[Row]:
+    """The finished jobs that no other beats: the first of the best, or for several objectives the Pareto front."""
+    signs = [-1 if goes_up(name) else 1 for name in objectives]
+    costs = {
+        row.number: [sign * value for sign, value in zip(signs, row.objective, strict=True)]
+        for row in rows
+        if row.status == "finished" and len(row.objective) == len(objectives)
+    }
+    if len(objectives) == 1:
+        least = min(costs, key=lambda number: costs[number], default=None)
+        return [row for row in rows if row.number == least]
+
+    def beats(a: list[float], b: list[float]) -> bool:
+        return a != b and all(x <= y for x, y in zip(a, b, strict=True))
+
+    front = {number for number, cost in costs.items() if not any(beats(other, cost) for other in costs.values())}
+    return [row for row in rows if row.number in front]
+
+
+def said_best(rows: list[Row], objectives: list[str]) -> str:
+    """`best: job 7, val/loss 4.21, optimizer.lr=0.0123`, a line for each that no other beats; "" before any."""
+    lines = []
+    for row in best_rows(rows, objectives):
+        values = ", ".join(f"{name} {value:.6g}" for name, value in zip(objectives, row.objective, strict=True))
+        lines.append(f"best: job {row.number}, {values}, {row.what}")
+    return "\n".join(lines)
 
 
 def counts(rows: list[Row]) -> str:
@@ -105,8 +126,8 @@ def table(rows: list[Row], folder: Path, objectives: list[str]) -> str:
             for column, (text, width) in enumerate(zip(line, widths, strict=True))
         ]
         lines.append(("  " + "  ".join(shown)).rstrip())
-    if best := best_row(rows, objectives):
-        lines.append(f"best: job {best.number}, {objectives[0]} {best.objective[0]:.6g}, {best.what}")
+    if best := said_best(rows, objectives):
+        lines.append(best)
     return "\n".join(lines)
 
 
