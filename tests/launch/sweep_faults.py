@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from shardlab.config.schema import Config
@@ -22,15 +23,17 @@ def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> N
     if place.rank == 0:
         with Path(COUNT).open("a") as file:
             file.write(f"{config.seed}\n")
-    fault = FAULTS.get(config.seed, "") if os.environ.get("SHARDLAB_TEST_MENDED") != "1" else ""
-    if fault and place.rank == place.ranks - 1:
-        real = loop.train_step
+    mood = os.environ.get("SHARDLAB_TEST_MOOD", "faulty")
+    fault = FAULTS.get(config.seed, "") if mood == "faulty" and place.rank == place.ranks - 1 else ""
+    real = loop.train_step
 
-        def broken(*arguments: object) -> object:
-            meet(fault)
-            return real(*arguments)  # type: ignore[arg-type]
+    def step(*arguments: object) -> object:
+        if mood == "slow":
+            time.sleep(2)
+        meet(fault)
+        return real(*arguments)  # type: ignore[arg-type]
 
-        loop.train_step = broken  # type: ignore[assignment]
+    loop.train_step = step  # type: ignore[assignment]
     loop.train_rank(place, config, run_dir, data_dir)
 
 

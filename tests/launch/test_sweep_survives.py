@@ -64,7 +64,7 @@ def shown_by_mlflow() -> tuple[Any, list[Any]]:
     """The parent run of the only sweep in mlflow.db of this folder, and its children by start."""
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient("sqlite:///mlflow.db")
+    client = MlflowClient(f"sqlite:///{Path('mlflow.db').absolute()}")  # by its uri it would know another folder's
     experiment = client.get_experiment_by_name("shardlab")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"])
@@ -105,7 +105,7 @@ def test_twelve_jobs_of_which_four_are_sabotaged(monkeypatch: pytest.MonkeyPatch
     assert Counter(child.info.status for child in children) == {"FINISHED": 8, "FAILED": 3}
     assert parent.data.metrics["sweep/jobs_finished"] == 8
 
-    monkeypatch.setenv("SHARDLAB_TEST_MENDED", "1")
+    monkeypatch.setenv("SHARDLAB_TEST_MOOD", "mended")
     again = sweep(*words)
     assert again.process.returncode == 1, again.output
     assert Counter(statuses()) == {"finished": 11, "refused": 1}
@@ -148,8 +148,11 @@ def test_the_launcher_killed_at_five_moments_loses_and_repeats_nothing() -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_every_job_and_the_same_command_goes_on(number: signal.Signals) -> None:
-    words = ("seed=1,2,3", "sweep.parallel=2", "trainer.steps=400", "hydra.sweep.dir=all")
+def test_an_interrupt_ends_every_job_and_the_same_command_goes_on(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("seed=1,2,3", "sweep.parallel=2", "trainer.steps=20", "hydra.sweep.dir=all")
+    monkeypatch.setenv("SHARDLAB_TEST_MOOD", "slow")
     launcher = Launcher(CODE, Path(), *SHORT, *words)
     wait_until(lambda: sum(trained().values()) == 2, 120)
     os.kill(launcher.process.pid, number)
@@ -159,7 +162,8 @@ def test_an_interrupt_ends_every_job_and_the_same_command_goes_on(number: signal
     assert "the same command goes on from here" in launcher.output
     parent, children = shown_by_mlflow()
     assert [parent.info.status, *(child.info.status for child in children)] == ["KILLED"] * 3
-    again = sweep(*words[:2], "trainer.steps=400", "hydra.sweep.dir=all")
+    monkeypatch.setenv("SHARDLAB_TEST_MOOD", "mended")
+    again = sweep(*words)
     assert again.process.returncode == 0, again.output
     assert statuses() == ["finished"] * 3
 
@@ -185,7 +189,8 @@ def test_exit_in_a_job_is_a_failure_and_an_objective_of_nan_is_one() -> None:
 
 def test_four_sweeps_at_once_on_a_fresh_store() -> None:
     """Each takes a folder of its own, and the store that all of them make loses nothing."""
-    launchers = [Launcher(CODE, _folder(str(n)), *SHORT, "seed=1,2", _uri()) for n in range(4)]
+    uri = f"sqlite:///{Path('mlflow.db').absolute()}"
+    launchers = [Launcher(CODE, _folder(str(n)), *SHORT, "seed=1,2", f"tracking.uri={uri}") for n in range(4)]
     try:
         assert [launcher.end(300) for launcher in launchers] == [0] * 4, [each.output for each in launchers]
     finally:
@@ -195,7 +200,7 @@ def test_four_sweeps_at_once_on_a_fresh_store() -> None:
         assert "warning" not in launcher.output
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(_uri().removeprefix("tracking.uri="))
+    client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("shardlab")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
@@ -209,10 +214,6 @@ def test_four_sweeps_at_once_on_a_fresh_store() -> None:
 def _folder(name: str) -> Path:
     Path(name).mkdir()
     return Path(name)
-
-
-def _uri() -> str:
-    return f"tracking.uri=sqlite:///{Path('mlflow.db').absolute()}"
 
 
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])

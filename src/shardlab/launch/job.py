@@ -21,7 +21,7 @@ class Job:
     environment: set in its ranks, such as CUDA_VISIBLE_DEVICES
     stop: pulled by the sweep to end the run, such as after another job's failure
     answer: None where nobody prunes
-    shown: the sweep shows its progress itself
+    shown: the sweep shows its progress itself; how it ended, it always says
     """
 
     number: int

@@ -128,7 +128,7 @@ def run(composed: Composed, *, job: Job | None = None, hydra: DictConfig | None 
             seen = signals.count
             warning = sink.finish(SINK_SECONDS, lambda: signals.count > seen) if sink is not None else None
         record = RunRecord.load(folder)
-        if not shown:
+        if job is None:  # else the sweep does
             say(record, reason if status == "KILLED" or signals.received is not None else None)
         if warning is not None:
             tell(f"warning: {warning}", sys.stderr)

@@ -33,6 +33,7 @@ from shardlab.sweeps.books import Sweep
 from shardlab.sweeps.live import Live, live
 from shardlab.sweeps.rows import DONE, Row, table
 from shardlab.sweeps.slots import Pool, Slot, slots
+from shardlab.tracking.mlflow_sink import where_to_look
 
 if TYPE_CHECKING:
     from shardlab.tracking.record import RunRecord
@@ -267,6 +268,9 @@ class SweepJobs(Jobs):
         if not rows:
             raise ShardlabError("the sweep holds no combination; give each key at least one value")
         tell(table(rows, self.plan.folder, list(self.plan.objectives)), sys.stdout)
+        look = [where_to_look(self.sweep.folder / row.folder) for row in rows if row.folder]
+        if any(look):
+            tell(f"MLflow: {next(filter(None, look))}", sys.stdout)
         statuses = {row.status for row in rows}
         if statuses <= set(DONE):
             return 0

@@ -17,7 +17,7 @@ from shardlab.sweeps.rows import Row, best_rows, said_best
 from shardlab.tracking.record import EVENTS, Event, Tail
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 REDRAWS_PER_SECOND = 4
 
@@ -98,7 +98,7 @@ class LiveTable:
         self._running: dict[int, _Running] = {}
         self._lock = threading.Lock()
         self._live = RichLive(
-            get_renderable=self._table,
+            get_renderable=self._drawn,
             console=Console(stderr=True),
             refresh_per_second=REDRAWS_PER_SECOND,
             transient=True,
@@ -124,8 +124,10 @@ class LiveTable:
             line = said(row, self._rows, self._objectives, again)
         tell(f"{line}   {row.what}", sys.stderr)
 
-    def _table(self) -> "Table":
+    def _drawn(self) -> "Group":
+        from rich.console import Group
         from rich.table import Table
+        from rich.text import Text
 
         with self._lock:
             running = [self._running[number] for number in sorted(self._running)]
@@ -133,15 +135,15 @@ class LiveTable:
         counts = Counter(row.status for row in rows)
         total = "" if self._total is None else f" of {self._total}"
         words = [f"{len(running)} running", *(f"{count} {status}" for status, count in sorted(counts.items()))]
-        title = f"{len(rows)}{total} jobs ended: {', '.join(words)}"
+        head = f"{len(rows)}{total} jobs ended: {', '.join(words)}"
         if best := said_best(rows, list(self._objectives)):
-            title += f"\n{best}"
-        table = Table(title=title, title_justify="left", title_style="", box=None, padding=(0, 2, 0, 0))
+            head += f"\n{best}"
+        table = Table(box=None, padding=(0, 2, 0, 0))
         for column in ("job", "", "step", "loss", self._objectives[0], "seconds"):
             table.add_column(column, justify="left" if not column else "right", overflow="fold")
         for job in running:
-            table.add_row(*job.cells(self._objectives[0]))
-        return table
+            table.add_row(*(Text(cell) for cell in job.cells(self._objectives[0])))
+        return Group(Text(head), table) if running else Group(Text(head))
 
 
 class _Running:
