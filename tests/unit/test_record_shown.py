@@ -71,6 +71,7 @@ def test_params_are_the_leaves_and_long_ones_are_named_instead_of_cut() -> None:
 def test_start_and_end_become_tags() -> None:
     start = {"event": "start", "time": 1.0, "mesh": "ddp2", "dataset": {"rows": 3}}
     assert tags_of(start) == {"shardlab.mesh": "ddp2"}
+    assert tags_of({"event": "pruned", "time": 1.0, "step": 30}) == {"shardlab.pruned": "30"}
     assert tags_of({"event": "end", "time": 1.0, "status": "FAILED", "reason": "why"}) == {"shardlab.reason": "why"}
     assert tags_of({"event": "end", "time": 1.0, "status": "FINISHED", "reason": None}) == {}
 
