@@ -85,7 +85,14 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
         try:
             signals.check()
             arguments = (config, folder.absolute(), data_dir)
-            run_ranks(TRAIN_RANK, arguments, config.ranks, log_dir=folder.absolute(), poll=watch)
+            run_ranks(
+                TRAIN_RANK,
+                arguments,
+                config.ranks,
+                log_dir=folder.absolute(),
+                poll=watch,
+                timeout=config.runtime.timeout,
+            )
             status = "FINISHED"
         except RanksFailed as failed:
             reason, ended_by = failed.user_error or failed.reason, failed
