@@ -4,11 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardlab.launch.sweep import Sweep
+
 from shardlab.config.compose import Composed, compose
 from shardlab.config.schema import Task
 from shardlab.data.prepared import Meta
 from shardlab.launch.job import Job
-from shardlab.launch.sweep import Sweep
 
 FINGERPRINT = "0123456789abcdef"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from launch_parts import composed, job_of, stand_in
+from shardlab.launch.sweep import Sweep
 
 from shardlab.cli import main
 from shardlab.config.compose import compose
@@ -18,7 +19,6 @@ from shardlab.launch import run as run_module
 from shardlab.launch.folder import run_name
 from shardlab.launch.new_folder import new_folders
 from shardlab.launch.run import RunFailed, run
-from shardlab.launch.sweep import Sweep
 from shardlab.tracking.provenance import launcher
 from shardlab.tracking.record import EventLog
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from launch_parts import FINGERPRINT, composed, job_of, stand_in
 from launch_processes import Launcher
+from shardlab.launch.sweep import Sweep
 
 from shardlab.errors import ShardlabError
 from shardlab.launch import run as run_module
 from shardlab.launch.run import RunFailed, run
-from shardlab.launch.sweep import Sweep
 from shardlab.tracking.mlflow_sink import sync
 from shardlab.tracking.points import launcher_of
 from shardlab.tracking.provenance import launcher

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from launch_parts import composed, job_of, stand_in
 from launch_processes import Launcher
+from shardlab.launch.sweep import Sweep
 
 from shardlab.launch import run as run_module
 from shardlab.launch import sweep as sweep_module
-from shardlab.launch.sweep import Sweep
 from shardlab.tracking.store import Store
 
 CODE = """
