@@ -55,7 +55,7 @@ def guilty(
 ) -> int | None:
     """The rank that hangs, or None if those that are silent wait for one that works.
 
-    silence: seconds, of each rank that is there; states, stacks: of the silent ones; a stack only if it answered
+    silence: seconds, of each rank that is there; states: of the kernel's; stacks: of those that answered
     """
     silent = sorted((rank for rank in silence if silence[rank] >= timeout), key=lambda rank: -silence[rank])
     stopped = [rank for rank in silent if states[rank] in STOPPED]
@@ -88,10 +88,9 @@ class HangWatch:
         if longest < self._next and min(seconds.values()) < self._timeout:
             return None
         self._next = longest + self._timeout / 4  # asked already: it waits for one that works
-        silent = {rank: process for rank, process in processes.items() if seconds[rank] >= self._timeout}
-        asked = {rank: process for rank, process in silent.items() if state(process) not in STOPPED}
+        asked = {rank: process for rank, process in processes.items() if state(process) not in STOPPED}
         stacks = ask_stacks(asked, self._folder)
-        states = {rank: state(process) for rank, process in silent.items()}
+        states = {rank: state(process) for rank, process in processes.items()}
         self._silence.look(now, {rank: self._counts[rank] for rank in processes})  # one may have gone on meanwhile
         rank = guilty(self._silence.seconds, self._timeout, states, stacks)
         if rank is None or any(letter in GONE for letter in states.values()):  # its end is about to be noticed
