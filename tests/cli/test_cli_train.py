@@ -48,17 +48,26 @@ def test_missing_data_leaves_no_folder(shardlab, monkeypatch):
     assert {path.name for path in Path().iterdir()} == {"empty"}
 
 
+def rows(folder="all"):
+    """(number, what, status, reason) of each job of a sweep."""
+    lines = [json.loads(line) for line in Path(folder, "jobs.jsonl").read_text().splitlines()]
+    last = {line["number"]: line for line in lines}
+    return [(n, last[n]["what"], last[n]["status"], last[n]["reason"]) for n in sorted(last)]
+
+
 def test_a_sweep_goes_on_past_a_refused_job(shardlab):
     ended = shardlab("train", "-m", *QUIET, "strategy=single,ddp", "model.n_heads=4,5", "hydra.sweep.dir=all")
     assert ended.returncode == 1, ended.stderr
-    assert "job 1 refused: model.n_heads=5 does not divide model.d_model=64; 1, 2, 4 or 8 would" in ended.stderr
-    table = [line.split() for line in ended.stdout.splitlines() if line.startswith("    ")]
-    assert [(row[0], row[1], row[3]) for row in table] == [
-        ("0", "strategy=single", "finished"),
-        ("1", "strategy=single", "refused"),
-        ("2", "strategy=ddp", "finished"),
-        ("3", "strategy=ddp", "refused"),
+    why = "model.n_heads=5 does not divide model.d_model=64; 1, 2, 4 or 8 would"
+    assert f"job 1 refused: {why}" in ended.stderr
+    assert rows() == [
+        (0, "strategy=single model.n_heads=4", "finished", ""),
+        (1, "strategy=single model.n_heads=5", "refused", why),
+        (2, "strategy=ddp model.n_heads=4", "finished", ""),
+        (3, "strategy=ddp model.n_heads=5", "refused", why),
     ]
+    assert f"1  strategy=single model.n_heads=5  refused          -        -  {why}" in ended.stdout
+    assert "best: job" in ended.stdout
     assert {path.name for path in Path("all").iterdir() if path.is_dir()} == {"0", "2"}
     compared = shardlab("compare", "all")
     assert compared.returncode == 0, compared.stderr
@@ -68,24 +77,22 @@ def test_a_sweep_goes_on_past_a_refused_job(shardlab):
 
 def test_a_sweep_goes_on_past_a_failed_job_and_ends_with_1(monkeypatch, capfd):
     from shardlab.cli import main
-    from shardlab.launch import jobs
     from shardlab.launch import run as launch
 
-    def run(composed, *, job=None, hydra=None):
+    def run(composed, **keywords):
         """The launcher, of which every second job is broken by a bug of ours."""
         if composed.config.seed == 2:
             raise RuntimeError("a bug")
-        return real(composed, job=job, hydra=hydra)
+        return real(composed, **keywords)
 
     real = launch.run
     monkeypatch.setattr(launch, "run", run)
-    monkeypatch.setattr(jobs, "best_loss", lambda record: losses.append(record.best["loss"]))
-    losses: list[float] = []
-    assert main(["train", "-m", *QUIET, "seed=1,2,3"]) == 1
-    assert len(losses) == 2
+    assert main(["train", "-m", *QUIET, "seed=1,2,3", "hydra.sweep.dir=all"]) == 1
     captured = capfd.readouterr()
     assert "job 1 failed: RuntimeError: a bug" in captured.err
-    assert "2 finished" in captured.out
+    assert 'raise RuntimeError("a bug")' in captured.err
+    assert "1 failed, 2 finished" in captured.out
+    assert [row[2] for row in rows()] == ["finished", "failed", "finished"]
 
 
 @pytest.mark.parametrize("words", [["seed=1,2", "trainer.stepz=3"], ["model=tiny,smal"]])
@@ -96,17 +103,48 @@ def test_a_sweep_that_cannot_be_composed_leaves_nothing(words, shardlab):
     assert list(Path().iterdir()) == []
 
 
-def test_a_job_whose_folder_holds_a_run_is_refused(capfd):
-    """Once it was called failed, because there was a folder."""
+def test_a_job_whose_folder_holds_a_run_takes_one_beside_it():
     from shardlab.cli import main
 
-    for job in "01":
-        Path("all", job).mkdir(parents=True)
-        Path("all", job, "events.jsonl").touch()
-    before = sorted(Path().rglob("*"))
-    assert main(["train", "-m", *QUIET, "seed=1,2", "hydra.sweep.dir=all"]) == 2
-    assert "job 1 refused: run_dir=all/1 already holds a run" in capfd.readouterr().err
-    assert sorted(Path().rglob("*")) == before
+    Path("all/0").mkdir(parents=True)
+    Path("all/0/events.jsonl").touch()
+    assert main(["train", "-m", *QUIET, "seed=1,2", "hydra.sweep.dir=all"]) == 0
+    assert Path("all/0/events.jsonl").read_text() == ""
+    assert {path.name for path in Path("all").iterdir() if path.is_dir()} == {"0", "0-2", "1"}
+
+
+GRID = """
+# @package _global_
+defaults:
+  - override /dataset: synthetic
+hydra:
+  mode: MULTIRUN
+  sweeper:
+    params:
+      seed: range(1,3)
+"""
+
+
+def test_an_experiment_can_be_a_sweep(shardlab):
+    Path("own/experiment").mkdir(parents=True)
+    Path("own/experiment/grid.yaml").write_text(GRID)
+    words = ["experiment=grid", "--config-dir", "own", *QUIET, "optimizer.lr=0.1,0.2", "hydra.sweep.dir=all"]
+    ended = shardlab("train", *words)
+    assert ended.returncode == 0, ended.stderr
+    whats = [f"optimizer.lr={lr} seed={seed}" for seed in (1, 2) for lr in (0.1, 0.2)]
+    assert sorted(" ".join(sorted(row[1].split())) for row in rows()) == sorted(whats)
+    again = shardlab("train", *words)
+    assert again.returncode == 0
+    assert again.stdout.count("finished by an earlier call") == 4
+
+
+def test_a_sweep_of_another_kind_is_not_gone_on_with(shardlab):
+    assert shardlab("train", "-m", *QUIET, "seed=1,2", "hydra.sweep.dir=all").returncode == 0
+    other = shardlab("train", "-m", *QUIET, "seed=1,3", "hydra.sweep.dir=all")
+    assert other.returncode == 2
+    assert other.stderr.splitlines() == [
+        f"hydra.sweep.dir={Path('all').absolute()} already holds another sweep; give another folder, or none for a new one"
+    ]
 
 
 DEVICES = [
@@ -126,13 +164,13 @@ def test_a_sweep_takes_the_gpus_if_every_job_fits(words, devices, monkeypatch):
     from shardlab.cli import main
     from shardlab.launch import run as launch
 
-    def run(composed, *, job=None, hydra=None):
+    def run(composed, **keywords):
         taken.append(composed.config.runtime.device.name)
         raise ShardlabError("enough seen")
 
     taken: list[str] = []
     monkeypatch.setattr(launch, "run", run)
-    monkeypatch.setattr("shardlab.config.check.visible_gpus", lambda: 1)
+    monkeypatch.setattr("shardlab.config.check.gpu_names", lambda: ("0",))
     Path("own/experiment").mkdir(parents=True)
     Path("own/experiment/mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /strategy: ddp\n")
     assert main(["train", "-m", *words]) == 2
@@ -145,7 +183,7 @@ def test_interrupt_ends_the_whole_sweep(monkeypatch, capfd):
 
     seeds = []
 
-    def run(composed, *, job=None, hydra=None):
+    def run(composed, **keywords):
         seeds.append(composed.config.seed)
         raise KeyboardInterrupt
 

@@ -193,7 +193,7 @@ def test_wrong_input_is_one_line_of_the_real_command(words, said, shardlab):
 
 
 def test_cuda_without_a_gpu_is_refused(capfd, monkeypatch):
-    monkeypatch.setattr("shardlab.config.check.visible_gpus", lambda: 1)
+    monkeypatch.setattr("shardlab.config.check.gpu_names", lambda: ("0",))
     assert main(["train", "runtime.device=cuda", "strategy=ddp", "ranks=2"]) == 2
     error = capfd.readouterr().err
     assert "runtime.device=cuda needs a GPU for each of 2 ranks, and 1 can be used here" in error

@@ -5,19 +5,19 @@ import threading
 from pathlib import Path
 
 import pytest
-from launch_parts import composed, job_of, stand_in
+from launch_parts import composed, ended, job_of, stand_in, sweep_of
 from launch_processes import Launcher
-from shardlab.launch.sweep import Sweep
 
 from shardlab.launch import run as run_module
-from shardlab.launch import sweep as sweep_module
+from shardlab.sweeps import books
 from shardlab.tracking.store import Store
 
 CODE = """
 import os, signal, sys
 from launch_parts import stand_in
 from shardlab.cli import main
-from shardlab.launch import jobs, run, sweep
+from shardlab.launch import run
+from shardlab.sweeps import books, jobs
 stand_in(run)
 
 def struck(function):
@@ -28,9 +28,9 @@ def struck(function):
 
 moment, fault = sys.argv[1:]
 if moment == "between jobs":
-    jobs.best_loss = struck(jobs.best_loss)
+    jobs.SweepJobs._finished = struck(jobs.SweepJobs._finished)
 elif moment == "at the end":
-    sweep.end_sweep = struck(sweep.end_sweep)
+    books.end_sweep = struck(books.end_sweep)
 words = ["strategy=ddp", "tracking=none", "hydra.sweep.dir=all", f"model.name={fault}", "seed=1,2"]
 sys.exit(main(["train", "-m", *words]))
 """
@@ -64,11 +64,12 @@ def test_a_signal_ends_the_wait_for_a_slow_server(
     for name in ("TRAIN_RANK", "prepare"):
         monkeypatch.setattr(run_module, name, getattr(run_module, name))
     stand_in(run_module)
-    sweep, answered = Sweep(Path("all"), ["shardlab"]), threading.Event()
+    sweep, answered = sweep_of("all"), threading.Event()
     run_module.run(composed("none", "run_dir=all/0"), job=job_of(sweep, 0))
-    monkeypatch.setattr(sweep_module, "SINK_SECONDS", 120)
-    monkeypatch.setattr(sweep_module, "end_sweep", lambda *_: [Store("http://slow", "e")])
-    monkeypatch.setattr(sweep_module, "ship_sweep", lambda *_: answered.wait(20))
+    ended(sweep, 0)
+    monkeypatch.setattr(books, "SINK_SECONDS", 120)
+    monkeypatch.setattr(books, "end_sweep", lambda *_: [Store("http://slow", "e")])
+    monkeypatch.setattr(books, "ship_sweep", lambda *_: answered.wait(20))
     assert sweep.finish(give_up=lambda: True) == "FINISHED"
     assert not answered.is_set()
     assert "MLflow has not answered yet; to ship the sweep's end later" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def sweep(words: list[str], overrides: list[str], compose: dict[str, Any], call:
         try:
             _say_resumed(jobs)
             try:
-                with signals.raising():
+                with signals.raising(), contextlib.closing(jobs):
                     call(str(plan.folder), jobs)
                     interrupted = False
             except Stopped as stopped:
@@ -65,8 +65,6 @@ def sweep(words: list[str], overrides: list[str], compose: dict[str, Any], call:
             except Exception:
                 interrupted = False
                 raise
-            finally:
-                jobs.close()
             status = jobs.status()
         except (KeyboardInterrupt, SystemExit):
             if books.begun:

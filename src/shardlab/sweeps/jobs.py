@@ -115,6 +115,12 @@ class SweepJobs(Jobs):
             pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED).not_done
         self.check()
 
+    @property
+    def ending(self) -> bool:
+        """Whether no further job is to begin."""
+        interrupted = self._signals is not None and self._signals.received is not None
+        return interrupted or self._ended_by is not None or self.stop.reason is not None
+
     def check(self) -> None:
         """Raise if the sweep is to end."""
         if self._signals is not None:
@@ -175,7 +181,7 @@ class SweepJobs(Jobs):
         self, settled: Composed, row: Row, hydra: DictConfig, slot: Slot, environment: dict[str, str]
     ) -> Objective:
         """Do one job, from its row's first line to its last."""
-        if self.stop.reason is not None:
+        if self.ending:
             return None
         from shardlab.launch.run import run
 
