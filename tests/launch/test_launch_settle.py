@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_parts import composed, stand_in
+from launch_parts import composed, job_of, stand_in
 from launch_processes import Launcher, wait_until
 
 from shardlab.launch import run as run_module
 from shardlab.launch.run import run
-from shardlab.tracking import settle
+from shardlab.launch.sweep import Sweep
+from shardlab.tracking import mlflow_sink, provenance, settle, sweep_parent
 from shardlab.tracking.mlflow_sink import sync
+from shardlab.tracking.provenance import launcher
 from shardlab.tracking.record import EventLog, RunRecord
 from shardlab.tracking.store import Store, open_store
+
+NO_PROCESS = 2**22 + 5
+"""More than Linux gives."""
 
 CODE = """
 import sys
@@ -39,6 +44,8 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRAIN_RANK", "prepare"):
         monkeypatch.setattr(run_module, name, getattr(run_module, name))
     stand_in(run_module)
+    monkeypatch.setattr(run_module, "SINK_SECONDS", 200)
+    monkeypatch.setattr(settle, "SETTLE_SECONDS", 150)
     monkeypatch.setattr(settle, "_settled", set())
 
 
@@ -80,9 +87,9 @@ def shown(store: Store, name: str) -> Any:
 
 
 def test_a_run_of_a_killed_launcher_is_settled_by_the_next_command(store: Store) -> None:
-    with running(store, "killed") as launcher:
+    with running(store, "killed") as process:
         assert shown(store, "killed").info.status == shown(store, "sweep killed").info.status == "RUNNING"
-        kill(launcher)
+        kill(process)
     assert RunRecord.load(Path("killed/0")).status == "RUNNING"
     next_command(store)
     record = RunRecord.load(Path("killed/0"))
@@ -98,45 +105,62 @@ def test_a_run_of_a_killed_launcher_is_settled_by_the_next_command(store: Store)
 
 
 def test_a_run_that_lives_is_left_alone(store: Store) -> None:
-    with running(store, "living") as launcher:
+    with running(store, "living") as process:
         next_command(store)
-        assert launcher.process.poll() is None
+        assert process.process.poll() is None
         assert RunRecord.load(Path("living/0")).status == "RUNNING"
         assert shown(store, "living").info.status == shown(store, "sweep living").info.status == "RUNNING"
 
 
-def test_a_run_of_another_machine_is_left_alone(store: Store) -> None:
-    with running(store, "elsewhere") as launcher:
-        kill(launcher)
-    client, _ = open_store(store)
-    for name in ("elsewhere", "sweep elsewhere"):
-        client.set_tag(shown(store, name).info.run_id, "shardlab.host", "elsewhere")
+def abandoned(store: Store, name: str, monkeypatch: pytest.MonkeyPatch, **differing: Any) -> None:
+    """A sweep with one run, just as a launcher that is dead now would have left them. differing: its facts."""
+    dead = {**launcher(), "pid": NO_PROCESS, **differing}
+    words = ["tracking=mlflow", f"tracking.uri={store.uri}", "tracking.experiment=e", f"tracking.run_name={name}"]
+    with monkeypatch.context() as patch:
+        for module in (provenance, sweep_parent):
+            patch.setattr(module, "launcher", lambda: dead)
+        patch.setattr(run_module, "end", lambda *_: None)
+        patch.setattr(mlflow_sink, "settle_once", lambda _: None)
+        run(composed("none", *words, f"run_dir={name}/0"), job=job_of(Sweep(Path(name), ["shardlab"]), 0))
+    assert RunRecord.load(Path(name, "0")).status == "RUNNING"
+    assert shown(store, name).info.status == shown(store, f"sweep {name}").info.status == "RUNNING"
+
+
+LEFT = [
+    # what has become of it    status in MLflow afterwards
+    ("elsewhere", "RUNNING"),
+    ("living, gone", "RUNNING"),  # whose folder this command can't see
+    ("gone", "KILLED"),
+    ("another's", "KILLED"),
+    ("torn", "KILLED"),
+    ("unreadable", "KILLED"),
+]
+
+
+def test_what_cannot_be_known_is_left_alone_and_a_run_without_a_record_is_settled_in_mlflow_alone(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_other_processes = {"elsewhere": {"host": "elsewhere"}, "living, gone": launcher()}
+    for what, _ in LEFT:
+        abandoned(store, f"run {what[:4]}", monkeypatch, **of_other_processes.get(what, {}))
+    shutil.rmtree("run gone")
+    shutil.rmtree("run livi")
+    for path in (Path("run anot/0/provenance.json"), Path("run anot/sweep.json")):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "id": "f00d"}))
+    Path("run torn/0/events.jsonl").write_text("no event\n")
+    Path("run unre/0/config.yaml").write_text("{no\n")
     next_command(store)
-    assert RunRecord.load(Path("elsewhere/0")).status == "RUNNING"
-    assert shown(store, "elsewhere").info.status == shown(store, "sweep elsewhere").info.status == "RUNNING"
+    for what, status in LEFT:
+        for name in (f"run {what[:4]}", f"sweep run {what[:4]}"):
+            assert (name, shown(store, name).info.status) == (name, status)
+    assert RunRecord.load(Path("run else/0")).status == "RUNNING"
+    assert shown(store, "run gone").data.tags["shardlab.reason"] == "its launcher was killed"
 
 
-@pytest.mark.parametrize("loss", ["gone", "another's", "damaged"])
-def test_a_run_without_a_record_is_settled_in_mlflow_alone(store: Store, loss: str) -> None:
-    name = f"{loss[:4]} run"
-    with running(store, name) as launcher:
-        kill(launcher)
-    if loss == "gone":
-        shutil.rmtree(name)
-    elif loss == "another's":
-        for path in (Path(name, "0", "provenance.json"), Path(name, "sweep.json")):
-            path.write_text(json.dumps({**json.loads(path.read_text()), "id": "f00d"}))
-    else:
-        Path(name, "0", "events.jsonl").write_text("no event\n")
-    next_command(store)
-    for each in (name, f"sweep {name}"):
-        assert shown(store, each).info.status == "KILLED"
-    assert shown(store, name).data.tags["shardlab.reason"] == "its launcher was killed"
-
-
-def test_two_commands_at_once_ship_an_end_that_was_written_and_not_shipped(store: Store) -> None:
-    with running(store, "ended") as launcher:
-        kill(launcher)
+def test_two_commands_at_once_ship_an_end_that_was_written_and_not_shipped(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned(store, "ended", monkeypatch)
     log = EventLog(Path("ended/0/events.jsonl"))
     log.write("end", status="FAILED", reason="rank 1 raised ValueError", seconds=1.0)
     log.close()
@@ -163,8 +187,7 @@ def test_two_commands_at_once_ship_an_end_that_was_written_and_not_shipped(store
     assert shown(store, "sweep ended").info.status == "KILLED"
 
 
-def test_syncing_a_run_of_a_killed_launcher_settles_it(store: Store) -> None:
-    with running(store, "synced") as launcher:
-        kill(launcher)
+def test_syncing_a_run_of_a_killed_launcher_settles_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    abandoned(store, "synced", monkeypatch)
     sync(Path("synced/0"))
     assert RunRecord.load(Path("synced/0")).status == shown(store, "synced").info.status == "KILLED"

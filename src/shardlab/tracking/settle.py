@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardlab.errors import ShardlabError
 from shardlab.tracking.points import launcher_of
@@ -18,7 +18,7 @@ from shardlab.tracking.provenance import launcher, lives
 from shardlab.tracking.record import EVENTS, PROVENANCE, EventLog, read_events, read_provenance
 from shardlab.tracking.shipper import Shipper
 from shardlab.tracking.store import Store, open_store, quiet
-from shardlab.tracking.sweep_parent import SWEEP, read_sweep, settle_sweep, ship_sweep
+from shardlab.tracking.sweep_parent import read_sweep, settle_sweep, ship_sweep
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -72,8 +72,10 @@ def settle_store(client: "MlflowClient", experiment: str, store: Store) -> None:
     """Settle the runs and sweeps that MLflow shows as RUNNING and whose launcher is known to be dead.
 
     client, experiment: of the store. The jobs of a sweep come before the sweep. A run whose folder is gone is marked
-    in MLflow alone. Raises whatever MLflow does.
+    in MLflow alone. Raises whatever MLflow does when it is asked for them.
     """
+    from mlflow.exceptions import MlflowException
+
     deadline = time.monotonic() + SETTLE_SECONDS
     running = f"attributes.status = 'RUNNING' and tags.`shardlab.host` = '{launcher()['host']}'"
     found, token = [], None
@@ -84,33 +86,31 @@ def settle_store(client: "MlflowClient", experiment: str, store: Store) -> None:
     for run in sorted(found, key=lambda run: "mlflow.parentRunId" not in run.data.tags):
         if time.monotonic() > deadline:
             return
-        _settle(client, run, store)
+        with contextlib.suppress(MlflowException):  # the next command tries again; the other runs needn't wait for it
+            _settle(client, run, store)
 
 
 def _settle(client: "MlflowClient", run: "Run", store: Store) -> None:
+    from mlflow.exceptions import MlflowException
+
     tags: dict[str, str] = run.data.tags
-    if folder := _folder_of(tags):
-        with contextlib.suppress(ShardlabError, OSError):  # its record is damaged, or can't be written
-            if (folder / SWEEP).exists():
-                settle_sweep(folder, _last_sign(folder))
-                if "status" in read_sweep(folder):
-                    ship_sweep(folder, store)
-                return
+    folder, run_id = Path(tags.get("shardlab.folder", "")), tags.get("shardlab.id", "-")
+    try:
+        if (read_provenance(folder) or {}).get("id") == run_id:
             settle_run(folder)
-            shipper = Shipper(folder, store)
-            shipper.ship()
+            Shipper(folder, store).ship()
             return
+        if read_sweep(folder).get("id") == run_id:
+            settle_sweep(folder, _last_sign(folder))
+            if "status" in read_sweep(folder):
+                ship_sweep(folder, store)
+            return
+    except MlflowException:
+        raise
+    except Exception:  # a file of it is damaged, or can't be written: whatever it is, others mustn't suffer
+        pass
     client.set_tag(run.info.run_id, "shardlab.reason", REASON)
     client.set_terminated(run.info.run_id, "KILLED")
-
-
-def _folder_of(tags: dict[str, str]) -> Path | None:
-    """The folder of a run or sweep, if it still is its."""
-    folder = Path(tags.get("shardlab.folder", ""))
-    about: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        about = (read_sweep(folder) or read_provenance(folder) or {}) if folder.is_absolute() else {}
-    return folder if about.get("id") == tags.get("shardlab.id", "") else None
 
 
 def _last_sign(sweep: Path) -> float:
