@@ -80,10 +80,19 @@ def work_alone(place: Place, seconds: float) -> float:
     return float(total)
 
 
-def beat_for(place: Place, seconds: float, ready: Path | None = None) -> int:
+def beat_seldom(place: Place, ready: Path) -> int:
+    """Beat every three seconds; when it is ready, the launcher has seen its last beat and the next is yet to come."""
+    beat()
+    time.sleep(1)
+    (ready / f"{os.getpid()}.ready").touch()
+    for _ in range(2):
+        time.sleep(2)
+        beat()
+    return place.rank
+
+
+def beat_for(place: Place, seconds: float) -> int:
     """Beat five times a second."""
-    if ready is not None:
-        (ready / f"{os.getpid()}.ready").touch()
     for _ in range(int(seconds * 5)):
         time.sleep(0.2)
         beat()

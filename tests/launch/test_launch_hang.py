@@ -94,13 +94,15 @@ def test_time_in_which_the_launcher_was_stopped_too_is_nobodys_silence(tmp_path:
     code = f"""
 from pathlib import Path
 from shardlab.launch.ranks import run_ranks
-print(run_ranks("launch_hangs:beat_for", (5, Path.cwd()), 2, log_dir=Path.cwd(), timeout={TIMEOUT}))
+print(run_ranks("launch_hangs:beat_seldom", (Path.cwd(),), 2, log_dir=Path.cwd(), timeout={TIMEOUT}))
 """
     launcher = Launcher(code, tmp_path)
     try:
         assert wait_until(lambda: len(list(tmp_path.glob("*.ready"))) == 2)
         os.killpg(launcher.process.pid, signal.SIGSTOP)
         time.sleep(2 * TIMEOUT)
+        os.kill(launcher.process.pid, signal.SIGCONT)
+        time.sleep(1)  # now it looks at ranks that have stood still twice as long as they may
         os.killpg(launcher.process.pid, signal.SIGCONT)
         assert launcher.end(60) == 0, launcher.output
         assert launcher.output == "[0, 1]\n"
