@@ -80,10 +80,19 @@ def work_alone(place: Place, seconds: float) -> float:
     return float(total)
 
 
-def beat_for(place: Place, seconds: float, ready: Path | None = None) -> int:
+def beat_seldom(place: Place, ready: Path) -> int:
+    """Beat every three seconds; when it is ready, the launcher has seen its last beat and the next is yet to come."""
+    beat()
+    time.sleep(1)
+    (ready / f"{os.getpid()}.ready").touch()
+    for _ in range(2):
+        time.sleep(2)
+        beat()
+    return place.rank
+
+
+def beat_for(place: Place, seconds: float) -> int:
     """Beat five times a second."""
-    if ready is not None:
-        (ready / f"{os.getpid()}.ready").touch()
     for _ in range(int(seconds * 5)):
         time.sleep(0.2)
         beat()
@@ -112,3 +121,39 @@ def stacks_are_asked(place: Place, seconds: float) -> float:
         going = torch.tensor(float(time.monotonic() < deadline))
         dist.broadcast(going, src=0)
     return float(total[0])
+
+
+def beats(place: Place, config: Config, run_dir: Path, data_dir: Path) -> dict[str, int]:
+    """How often a rank beats in each part of a training; three batches are evaluated."""
+    import torch
+
+    from shardlab.data.dataset import open_dataset
+    from shardlab.parallel.mesh import connect, mesh_of
+    from shardlab.training import best, build, evaluation, loop, passes, pulse, step
+    from shardlab.training.device import meet
+
+    cpu, counted = torch.device("cpu"), {}
+
+    def count(part, work, *arguments):
+        before = pulse._count[0]
+        result = work(*arguments)
+        counted[part] = pulse._count[0] - before
+        return result
+
+    meet(place, cpu, 100.0)
+    mesh = connect(mesh_of(config.strategy), place.rank, "cpu", 100.0)
+    training = count("build", build.build, config, mesh, cpu, open_dataset(data_dir, config.dataset))
+    counted["parameters"] = len(training.held)
+    batches = [batch for *_, batch in loop.steps(training, 2, 2)]
+    count("step", step.train_step, training, batches[0], 1, 0.1)
+    passes.beat = lambda: None  # what is left are those of backward passes
+    if training.pipeline is None:
+        counted["backward"] = counted["step"]
+    else:
+        passes._beat_before_backward = lambda _: beat()
+        count("backward", step.train_step, training, batches[1], 2, 0.1)
+    passes.beat = beat
+    count("evaluation", evaluation.evaluate, training, "val", 3)
+    count("save", best.save_best, training, run_dir)
+    count("load", best.load_best, training, run_dir)
+    return counted
