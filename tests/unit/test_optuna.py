@@ -184,6 +184,13 @@ def test_a_space_is_what_hydra_means_by_it(text, distribution, holds):
         assert sorted(set(proposed)) == holds  # 0.30000000000000004 is not 0.3
 
 
+def test_a_range_is_counted_in_decimals():
+    """As binary numbers 1.1 is a little more than 11 times 0.1, and Hydra's own range holds 1.1 as well."""
+    space = space_of(check_overrides(["key=range(0,1.1,0.1)"], sweep=True))
+    assert space.distributions["key"] == FloatDistribution(0, 1.0, step=0.1)
+    assert space.keys["key"].value(0.1 + 0.1 + 0.1) == 0.3
+
+
 def test_a_job_is_the_fixed_words_and_the_values_with_all_their_digits():
     words = ["a.b=interval(0,1)", "model=tiny", "+c=x,'y z'", "d='p, q'", "e=range(1,9)", "model=small"]
     space = space_of(check_overrides(words, sweep=True))
@@ -293,6 +300,7 @@ def test_a_continued_search_proposes_what_an_unbroken_one_does(sampler, disk):
     slots = Slots(bowl)
     parts = search(slots, *words, "hydra.sweeper.n_trials=12", folder="parts")
     assert params(whole) == params(parts)
+    assert len({trial["optimizer.lr"] for trial in params(whole)}) == 12
     assert slots.numbers == [11]
 
 
