@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 from signal import Signals as Signal
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -19,17 +18,15 @@ from shardlab.data.prepare import prepare
 from shardlab.data.prepared import read_meta
 from shardlab.errors import ShardlabError
 from shardlab.launch.folder import make_folder, refuse_used
+from shardlab.launch.job import Job
 from shardlab.launch.progress import Progress, shown
 from shardlab.launch.ranks import RanksFailed, run_ranks
-from shardlab.launch.signals import Signals
+from shardlab.launch.signals import Signals, Stopped
 from shardlab.launch.streams import open_missing, tell
 from shardlab.tracking.mlflow_sink import SINK_SECONDS, Sink, where_to_look
 from shardlab.tracking.record import EVENTS, EventLog, RunRecord
 from shardlab.tracking.store import store_of
 from shardlab.training.length import run_length
-
-if TYPE_CHECKING:
-    from shardlab.launch.sweep import Sweep
 
 TRAIN_RANK = "shardlab.training.loop:train_rank"
 """What each rank runs. A name: importing it would bring torch into the launcher."""
@@ -49,13 +46,15 @@ class RunFailed(Exception):  # noqa: N818 - it says what happened
         return f"{self.record.name} failed: {self.reason} (more in {self.record.folder}/rank-*.log)"
 
 
-def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig | None = None) -> RunRecord:
+def run(composed: Composed, *, job: Job | None = None, hydra: DictConfig | None = None) -> RunRecord:
     """Train as a checked config says, and return the run's record.
 
-    sweep: the sweep that this run is a job of; hydra: Hydra's own node of the config, to be kept in the run folder
+    job: what a sweep tells the run, if it is one of its jobs
+    hydra: Hydra's own node of the config, to be kept in the run folder
 
     Raises ShardlabError for what the user can mend, before or after the ranks have started; RunFailed;
-    KeyboardInterrupt, or SystemExit(128 + signal) after SIGTERM or SIGHUP. The run's end is written in every case.
+    KeyboardInterrupt, or SystemExit(128 + signal) after SIGTERM or SIGHUP; Stopped, if the sweep has ended it. The
+    run's end is written in every case.
     """
     open_missing()
     config = composed.config
@@ -66,14 +65,19 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
             data_dir = prepare(config.dataset, global_batch=config.trainer.global_batch)
         data = read_meta(data_dir)
         run_length(config, data)  # too short a run is the user's to mend, before there is a folder
-        name = make_folder(folder, composed, data, None if sweep is None else sweep.begin(), hydra)
+        if job is not None:
+            job.begin()
+        name = make_folder(folder, composed, data, job, hydra)
         sink = Sink(folder, store_of(config.tracking)) if config.tracking.name == "mlflow" else None
-        progress = Progress(folder, name)
-        ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
-        tell(f"{name}: starting {ranks} on {config.runtime.device.name}, {folder}", sys.stderr)
+        shown = job is not None and job.shown  # by the sweep
+        progress = None if shown else Progress(folder, name)
+        if not shown:
+            ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
+            tell(f"{name}: starting {ranks} on {config.runtime.device.name}, {folder}", sys.stderr)
 
         def watch() -> None:
-            progress.update()
+            if progress is not None:
+                progress.update()
             if sink is not None:
                 sink.start()
 
@@ -85,7 +89,18 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
         try:
             signals.check()
             arguments = (config, folder.absolute(), data_dir)
-            run_ranks(TRAIN_RANK, arguments, config.ranks, log_dir=folder.absolute(), poll=watch)
+            run_ranks(
+                TRAIN_RANK,
+                arguments,
+                config.ranks,
+                log_dir=folder.absolute(),
+                poll=watch,
+                environment=None if job is None else job.environment,
+                cores=None if job is None else job.cores,
+                timeout=config.runtime.timeout,
+                answer=None if job is None else job.answer,
+                stop=None if job is None else job.stop,
+            )
             status = "FINISHED"
         except RanksFailed as failed:
             reason, ended_by = failed.user_error or failed.reason, failed
@@ -93,6 +108,8 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
             status, reason, ended_by = "KILLED", "interrupted", interrupted
             if isinstance(interrupted, SystemExit):
                 reason = f"interrupted by {Signal(int(interrupted.code or 0) - 128).name}"
+        except Stopped as stopped:
+            status, reason, ended_by = "KILLED", stopped.reason, stopped
         except OSError as error:
             reason = f"the launcher raised {type(error).__name__}: {error}"
             if error.errno not in FULL:
@@ -102,7 +119,8 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
             reason = f"the launcher raised {type(error).__name__}: {error}"
             raise
         finally:
-            progress.close()
+            if progress is not None:
+                progress.close()
             try:
                 end(folder, status, reason, time.monotonic() - started)
             except OSError as error:  # a full disk
@@ -110,9 +128,12 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
             seen = signals.count
             warning = sink.finish(SINK_SECONDS, lambda: signals.count > seen) if sink is not None else None
         record = RunRecord.load(folder)
-        say(record, warning, reason if status == "KILLED" or signals.received is not None else None)
+        if job is None:  # else the sweep does
+            say(record, reason if status == "KILLED" or signals.received is not None else None)
+        if warning is not None:
+            tell(f"warning: {warning}", sys.stderr)
     signals.check()  # one that came after the ranks had ended changes no record, but ends the command
-    if unwritten is not None and not isinstance(ended_by, (KeyboardInterrupt, SystemExit)):
+    if unwritten is not None and not isinstance(ended_by, (KeyboardInterrupt, SystemExit, Stopped)):
         raise RunFailed(record, f"{reason}; {unwritten}" if reason else unwritten) from ended_by
     if ended_by is None:
         return record
@@ -132,7 +153,7 @@ def end(folder: Path, status: str, reason: str | None, seconds: float) -> None:
     log.close()
 
 
-def say(record: RunRecord, warning: str | None, reason: str | None) -> None:
+def say(record: RunRecord, reason: str | None) -> None:
     """Tell the user how the run ended and where to look: results on standard output, the rest on standard error.
 
     reason: why it ended, where no exception will say it: an interrupt speaks for itself only
@@ -157,5 +178,3 @@ def say(record: RunRecord, warning: str | None, reason: str | None) -> None:
     tell("\n".join(lines), sys.stdout)
     if reason is not None:
         tell(f"{record.name} {record.status.lower()}: {reason}", sys.stderr)
-    if warning is not None:
-        tell(f"warning: {warning}", sys.stderr)
