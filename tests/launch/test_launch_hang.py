@@ -56,7 +56,9 @@ def test_a_rank_that_hangs_while_the_others_work_is_named(tmp_path: Path) -> Non
 
 
 def test_of_ranks_that_wait_for_each_other_the_one_silent_longest_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match=r"rank 1 hangs.* in mismatch at launch_hangs.py.*all ranks wait for each oth"):
+    with pytest.raises(
+        RanksFailed, match=r"rank 1 hangs.* in mismatch at launch_hangs.py.*all ranks wait for each oth"
+    ):
         run_ranks("launch_hangs:mismatch", (), 2, log_dir=tmp_path, timeout=TIMEOUT)
 
 

@@ -62,6 +62,9 @@ class Slots:
         self.submitted.append((number, list(overrides)))
         return returned(self.pool.submit(self.work, values_of(overrides), number))
 
+    def check(self) -> None:
+        pass
+
     @property
     def numbers(self) -> list[int]:
         return [number for number, _ in self.submitted]
@@ -413,6 +416,29 @@ def test_an_interrupted_search_is_gone_on_with(end, disk):
     slots = Slots(work)
     assert states(search(slots, *words)).count(COMPLETE) == 6
     assert slots.numbers == [5, 6, 7]
+
+
+def test_a_search_ends_while_its_jobs_do_not(disk):
+    """Ctrl-C is noted by the launcher, and must not wait for a job of hours."""
+    hold, begun = threading.Event(), threading.Event()
+
+    def work(values: dict[str, Any], number: int) -> float:
+        begun.set()
+        hold.wait(WAIT)
+        return 1.0
+
+    class Noted(Slots):
+        def check(self) -> None:
+            if begun.is_set():
+                raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            search(Noted(work), LR, "hydra.sweeper.n_trials=2")
+        assert not hold.is_set()
+    finally:
+        hold.set()
+    assert states(study_in("search")) == [FAIL]
 
 
 def test_trials_of_a_killed_launcher_are_failed_and_made_up_for(disk):
