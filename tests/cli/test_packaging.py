@@ -68,6 +68,16 @@ def test_wheel_holds_configs_and_no_results(wheel):
     assert any(name.endswith("LICENSE") for name in names)
 
 
+def test_wheel_holds_every_module_and_leaves_the_plugins_namespace_open(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").glob("*/**/*.py")}
+    modules.add("shardlab/conf/__init__.py")  # behind a link, which glob does not follow
+    assert modules == {name for name in names if name.endswith(".py")}
+    assert "hydra_plugins/shardlab_optuna/sweeper.py" in names
+    assert "hydra_plugins/__init__.py" not in names  # it would hide the other plugins of Hydra
+    assert not [name for name in names if "__pycache__" in name]
+
+
 @pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
 def test_install_works_from_another_folder(editable, source, wheel, tmp_path):
     python = environment(tmp_path / "env")
@@ -78,6 +88,7 @@ def test_install_works_from_another_folder(editable, source, wheel, tmp_path):
     command = tmp_path / "env" / "bin" / "shardlab"
     assert "n_layers: 8" in call(command, "train", "model=small", "--cfg", "job")
     assert "lr: 5.0" in call(command, "train", "experiment=tutorial_small", "--cfg", "job")
+    assert "n_trials: 20" in call(command, "train", "hydra/sweeper=shardlab_optuna", "--cfg", "hydra")
     short = ["trainer.steps=1", "trainer.eval_batches=1", "trainer.test=false", "tracking=none"]
     call(command, "train", "experiment=demo", "strategy=ddp", "run_dir=run", *short)
     assert (tmp_path / "run" / "events.jsonl").is_file()

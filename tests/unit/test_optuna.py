@@ -29,7 +29,7 @@ optuna = pytest.importorskip("optuna")
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
 from optuna.trial import TrialState  # noqa: E402
 
-from hydra_plugins.shardlab_optuna import _sweep  # noqa: E402
+from hydra_plugins.shardlab_optuna import _study, _sweep  # noqa: E402
 from hydra_plugins.shardlab_optuna._space import space_of  # noqa: E402
 
 COMPLETE, PRUNED, FAIL, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING
@@ -61,6 +61,9 @@ class Slots:
     def submit(self, overrides: Sequence[str], number: int) -> JobReturn:
         self.submitted.append((number, list(overrides)))
         return returned(self.pool.submit(self.work, values_of(overrides), number))
+
+    def check(self) -> None:
+        pass
 
     @property
     def numbers(self) -> list[int]:
@@ -102,8 +105,12 @@ def search(launcher: Any, *words: str, folder: str = "search") -> optuna.Study:
     return study_in(folder)
 
 
+kept: dict[str, Any] = {}
+"""Folder -> its study's storage, of a test that keeps no file."""
+
+
 def study_in(folder: str) -> optuna.Study:
-    return optuna.load_study(study_name=None, storage=f"sqlite:///{folder}/study.db")
+    return optuna.load_study(study_name=None, storage=kept.get(folder, f"sqlite:///{folder}/study.db"))
 
 
 def states(study: optuna.Study) -> list[TrialState]:
@@ -118,10 +125,28 @@ def lr(values: dict[str, Any], number: int) -> float:
     return float(values["optimizer.lr"])
 
 
+@pytest.fixture
+def disk() -> None:
+    """For a test of what stands in study.db, or is asked in other threads: no storage in memory."""
+
+
 @pytest.fixture(autouse=True)
-def drawn(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Pictures take longer than all the rest: only their own test draws them."""
-    if not request.node.name.startswith("test_pictures"):
+def quick(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Making a database and drawing take longer than all the rest: only the tests of either do."""
+
+    class InMemory(optuna.storages.InMemoryStorage):
+        def __new__(cls, url: str, engine_kwargs: object = None) -> Any:
+            return kept.setdefault(folders[-1], optuna.storages.InMemoryStorage())
+
+    kept.clear()
+    folders: list[str] = []
+    opened = _sweep.open_study
+    monkeypatch.setattr(
+        _sweep, "open_study", lambda keys, folder, *rest: folders.append(str(folder)) or opened(keys, folder, *rest)
+    )
+    if "disk" not in request.fixturenames:
+        monkeypatch.setattr(_study, "RDBStorage", InMemory)
+    if "pictures" not in request.node.name:
         monkeypatch.setattr(_sweep, "draw", lambda *_: None)
 
 
@@ -160,6 +185,13 @@ def test_a_space_is_what_hydra_means_by_it(text, distribution, holds):
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
         proposed = [space.values(study.ask(space.distributions).params)["key"] for _ in range(60)]
         assert sorted(set(proposed)) == holds  # 0.30000000000000004 is not 0.3
+
+
+def test_a_range_is_counted_in_decimals():
+    """As binary numbers 1.1 is a little more than 11 times 0.1, and Hydra's own range holds 1.1 as well."""
+    space = space_of(check_overrides(["key=range(0,1.1,0.1)"], sweep=True))
+    assert space.distributions["key"] == FloatDistribution(0, 1.0, step=0.1)
+    assert space.keys["key"].value(0.1 + 0.1 + 0.1) == 0.3
 
 
 def test_a_job_is_the_fixed_words_and_the_values_with_all_their_digits():
@@ -216,7 +248,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "says"), REFUSED, ids=[" ".join(case[0]) or "nothing" for case in REFUSED])
-def test_what_cannot_be_is_said_in_one_line_before_a_job(words, says):
+def test_what_cannot_be_is_said_in_one_line_before_a_job(words, says, disk):
     from shardlab.config.complaint import complaint
     from shardlab.config.compose import COMPOSITION_ERRORS
 
@@ -258,7 +290,7 @@ def test_an_optuna_too_old_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "gp", "cmaes"])
-def test_same_seed_same_search_also_when_it_was_continued(sampler):
+def test_a_continued_search_proposes_what_an_unbroken_one_does(sampler, disk):
     if sampler == "cmaes":
         pytest.importorskip("cmaes")
     words = (LR, "trainer.clip=interval(0.1,1)", f"hydra.sweeper.sampler={sampler}")
@@ -266,15 +298,20 @@ def test_same_seed_same_search_also_when_it_was_continued(sampler):
     def bowl(values: dict[str, Any], number: int) -> float:
         return float((values["optimizer.lr"] - 0.3) ** 2 + (values["trainer.clip"] - 0.6) ** 2)
 
-    whole = search(Slots(bowl), *words, "hydra.sweeper.n_trials=14", folder="whole")
-    again = search(Slots(bowl), *words, "hydra.sweeper.n_trials=14", "seed=1", folder="again")  # the config's own: 1
-    other = search(Slots(bowl), *words, "hydra.sweeper.n_trials=14", "hydra.sweeper.seed=2", folder="other")
-    search(Slots(bowl), *words, "hydra.sweeper.n_trials=12", folder="parts")
+    whole = search(Slots(bowl), *words, "hydra.sweeper.n_trials=12", folder="whole")  # from the 11th they learn
+    search(Slots(bowl), *words, "hydra.sweeper.n_trials=11", folder="parts")
     slots = Slots(bowl)
-    parts = search(slots, *words, "hydra.sweeper.n_trials=14", folder="parts")
-    assert params(whole) == params(again) == params(parts)
-    assert params(whole) != params(other)
-    assert slots.numbers == [12, 13]
+    parts = search(slots, *words, "hydra.sweeper.n_trials=12", folder="parts")
+    assert params(whole) == params(parts)
+    assert len({trial["optimizer.lr"] for trial in params(whole)}) == 12
+    assert slots.numbers == [11]
+
+
+def test_the_seed_is_the_config_s_own_unless_given():
+    words = (LR, "hydra.sweeper.n_trials=2")
+    seven = params(search(Slots(lr), *words, "seed=7", folder="config"))
+    assert params(search(Slots(lr), *words, "hydra.sweeper.seed=7", folder="given")) == seven
+    assert params(search(Slots(lr), *words, folder="other")) != seven
 
 
 def test_tpe_beats_random_on_a_bowl():
@@ -355,7 +392,7 @@ def test_a_job_that_the_launcher_gave_up_is_a_failed_trial():
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(143), Stopped("another job failed")], ids=repr)
-def test_an_interrupted_search_is_gone_on_with(end):
+def test_an_interrupted_search_is_gone_on_with(end, disk):
     hold = threading.Event()
 
     def work(values: dict[str, Any], number: int) -> float:
@@ -381,7 +418,30 @@ def test_an_interrupted_search_is_gone_on_with(end):
     assert slots.numbers == [5, 6, 7]
 
 
-def test_trials_of_a_killed_launcher_are_failed_and_made_up_for():
+def test_a_search_ends_while_its_jobs_do_not(disk):
+    """Ctrl-C is noted by the launcher, and must not wait for a job of hours."""
+    hold, begun = threading.Event(), threading.Event()
+
+    def work(values: dict[str, Any], number: int) -> float:
+        begun.set()
+        hold.wait(WAIT)
+        return 1.0
+
+    class Noted(Slots):
+        def check(self) -> None:
+            if begun.is_set():
+                raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            search(Noted(work), LR, "hydra.sweeper.n_trials=2")
+        assert not hold.is_set()
+    finally:
+        hold.set()
+    assert states(study_in("search")) == [FAIL]
+
+
+def test_trials_of_a_killed_launcher_are_failed_and_made_up_for(disk):
     words = (LR, "hydra.sweeper.n_trials=3")
     search(Slots(lr), LR, "hydra.sweeper.n_trials=2")
     study_in("search").ask()  # asked, and then the launcher was killed
@@ -410,7 +470,7 @@ OTHER = [
 
 
 @pytest.mark.parametrize(("words", "differ"), OTHER)
-def test_another_search_does_not_go_on_with_this_one(words, differ):
+def test_another_search_does_not_go_on_with_this_one(words, differ, disk):
     search(Slots(lr), LR, "hydra.sweeper.n_trials=2")
     with pytest.raises(ShardlabError, match=rf"is of another search \(its {differ} differ\)"):
         search(Slots(lr), *words)
@@ -422,7 +482,7 @@ def test_how_jobs_are_run_and_shown_may_change_when_a_search_goes_on():
     assert len(search(Slots(lr), LR, "hydra.sweeper.n_trials=2", *changed).trials) == 2
 
 
-def test_two_folders_share_a_storage_and_no_study(tmp_path):
+def test_two_folders_share_a_storage_and_no_study(tmp_path, disk):
     url = f"sqlite:///{tmp_path}/shared.db"
     slots = Slots(lr)
     for folder in ("a", "b", "a"):
@@ -431,7 +491,7 @@ def test_two_folders_share_a_storage_and_no_study(tmp_path):
     assert slots.numbers == [0, 1, 0, 1]
 
 
-def test_a_trial_that_runs_in_another_folder_is_left_alone(tmp_path):
+def test_a_trial_that_runs_in_another_folder_is_left_alone(tmp_path, disk):
     words = (LR, f"hydra.sweeper.storage='sqlite:///{tmp_path}/shared.db'", "hydra.sweeper.study=ours")
     run(Slots(lr), *words, "hydra.sweeper.n_trials=1", folder="a")
     study = optuna.load_study(study_name="ours", storage=f"sqlite:///{tmp_path}/shared.db")
@@ -441,14 +501,14 @@ def test_a_trial_that_runs_in_another_folder_is_left_alone(tmp_path):
     assert states(study) == [COMPLETE, RUNNING, FAIL, COMPLETE]
 
 
-def test_a_study_of_somebody_else_is_refused(tmp_path):
+def test_a_study_of_somebody_else_is_refused(tmp_path, disk):
     url = f"sqlite:///{tmp_path}/theirs.db"
     optuna.create_study(study_name="theirs", storage=url).optimize(lambda trial: trial.suggest_float("x", 0, 1), 1)
     with pytest.raises(ShardlabError, match="is of another search"):
         run(Slots(lr), LR, f"hydra.sweeper.storage='{url}'", "hydra.sweeper.study=theirs")
 
 
-def test_a_folder_may_have_any_name():
+def test_a_folder_may_have_any_name(disk):
     run(Slots(lr), LR, "hydra.sweeper.n_trials=1", folder="a? {b}% #1")
     assert {path.name for path in Path("a? {b}% #1").iterdir()} == {
         "study.db",
@@ -485,7 +545,7 @@ PRUNING = [
 
 
 @pytest.mark.parametrize(("pruner", "objective", "levels", "expected", "evaluations"), PRUNING)
-def test_a_hopeless_job_is_ended_and_counts(pruner, objective, levels, expected, evaluations):
+def test_a_hopeless_job_is_ended_and_counts(pruner, objective, levels, expected, evaluations, disk):
     work = curve([float(level) for level in levels], objective.removeprefix("val/"))
     words = [LR, f"hydra.sweeper.pruner={pruner}", f"sweep.objective={objective}", "dataset=nsmc"]
     study = search(Slots(work), *words, f"hydra.sweeper.n_trials={len(levels)}")
@@ -504,17 +564,17 @@ def test_without_a_pruner_nobody_is_asked():
     assert len(best.found) == 1
 
 
-def test_an_answer_after_the_end_changes_nothing():
+def test_an_answer_after_the_end_changes_nothing(disk):
     """A job's thread outlives an interrupted search, and asks once more."""
-    kept = []
+    asked = []
 
     def work(values: dict[str, Any], number: int) -> float:
-        kept.append(trials.prunes[number])
+        asked.append(trials.prunes[number])
         return 1.0
 
     study = search(Slots(work), LR, "hydra.sweeper.n_trials=1", "hydra.sweeper.pruner=halving")
-    assert kept[0](10, {"loss": 1.0}) is False
-    assert kept[0](10, {"accuracy": 1.0}) is False
+    assert asked[0](10, {"loss": 1.0}) is False
+    assert asked[0](10, {"accuracy": 1.0}) is False
     assert states(study) == [COMPLETE]
 
 

@@ -52,6 +52,11 @@ class ShardlabLauncher(BasicLauncher):
             self._jobs.open_pool()
         return super().launch([list(overrides)], number)[0]
 
+    def check(self) -> None:
+        """Raise what `submit` does, if the sweep is to end: for a sweeper that waits for a job."""
+        if self._jobs is not None:
+            self._jobs.check()
+
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs; returns when all have ended."""
         returns = [self.submit(overrides, number) for number, overrides in enumerate(job_overrides, initial_job_idx)]

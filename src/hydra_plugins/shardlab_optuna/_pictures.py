@@ -3,12 +3,14 @@
 The tracking code attaches every picture of the sweep's folder to its parent run in MLflow.
 """
 
+import math
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
 
 HISTORY, IMPORTANCE = "history.png", "importance.png"
 BLUE, ORANGE, GREY = "#1f6fb4", "#e08214", "#8c8c8c"
-WIDE = 20
-"""From this ratio of the largest value to the smallest on, an axis is logarithmic."""
 
 
 def draw(study: optuna.Study, objectives: Sequence[str], folder: Path) -> None:
@@ -75,25 +75,51 @@ def _history(axes: "Axes", study: optuna.Study, which: int, name: str) -> None:
     pruned = [(_job(trial), trial.values[which]) for trial in by_state[TrialState.PRUNED] if trial.values]
     failed = [_job(trial) for trial in by_state[TrialState.FAIL]]
 
-    so_far: list[float] = []
-    for _, value in complete:
-        so_far.append(value if not so_far else max(so_far[-1], value) if up else min(so_far[-1], value))
+    best, so_far = complete[0], []
+    for job, value in complete:
+        if value > best[1] if up else value < best[1]:
+            best = job, value
+        so_far.append(best[1])
     last = max(_job(trial) for trials in by_state.values() for trial in trials)
-    axes.step(
-        [job for job, _ in complete] + [last], [*so_far, so_far[-1]], where="post", color=BLUE, label="best so far"
-    )
-    axes.plot(*zip(*complete, strict=True), "o", color=BLUE, alpha=0.55, markersize=5, label="completed")
-    if pruned:
-        axes.plot(*zip(*pruned, strict=True), "v", color=ORANGE, markersize=5, label="pruned, its last value")
+    jobs = [job for job, _ in complete]
+    axes.step([*jobs, last], [*so_far, best[1]], where="post", color=BLUE, label="best so far")
+
+    edge = _edge([value for _, value in complete + pruned], up)
+    for points, marker, color, label in (
+        (complete, "o", BLUE, "completed"),
+        (pruned, "v", ORANGE, "pruned, at its last value"),
+    ):
+        if points:
+            inside = [max(value, edge) if up else min(value, edge) for _, value in points]
+            axes.plot(
+                [job for job, _ in points],
+                inside,
+                marker,
+                color=color,
+                alpha=0.6,
+                markersize=5,
+                label=label,
+                clip_on=False,
+            )
     if failed:  # at the foot: they have no value
         axes.plot(failed, [0.02] * len(failed), "x", color=GREY, transform=axes.get_xaxis_transform(), label="failed")
-    values = [value for _, value in complete + pruned]
-    if min(values) > 0 and max(values) / min(values) > WIDE:
-        axes.set_yscale("log")
-    axes.set_ylabel(name)
-    axes.set_title(f"{name}, {'higher' if up else 'lower'} is better: {so_far[-1]:.5g}", loc="left", fontsize=10)
+    beyond = sum(value < edge if up else value > edge for _, value in complete + pruned)
+    if beyond:
+        axes.set_ylim(**{"bottom" if up else "top": edge})
+    better = "higher" if up else "lower"
+    axes.set_title(f"best {best[1]:.5g}, job {best[0]}", loc="left", fontsize=10)
+    axes.set_ylabel(f"{name}\n({better} is better{f'; {beyond} far off' if beyond else ''})", fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
+
+
+def _edge(values: list[float], up: bool) -> float:
+    """Where the frame ends on the worse side: values far off, such as of diverged runs, would press the rest flat."""
+    low, high = np.quantile(values, [0.25, 0.75])
+    reach = 3 * float(high - low)
+    if reach == 0:
+        return -math.inf if up else math.inf
+    return max(min(values), float(low) - reach) if up else min(max(values), float(high) + reach)
 
 
 def _job(trial: FrozenTrial) -> int:

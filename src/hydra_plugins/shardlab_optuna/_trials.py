@@ -28,6 +28,10 @@ JOB, FOLDER = "job", "folder"
 """What a trial notes of its job: its number, and the sweep's folder."""
 
 
+POLL_SECONDS = 0.2
+"""How often the launcher is asked whether the sweep is to end, while no job does."""
+
+
 class Trials:
     """Asks, runs and tells.
 
@@ -83,7 +87,8 @@ class Trials:
                 if self.prunes:
                     trials.prunes[number] = self._answer(trial, number)
                 running[launcher.submit(overrides, number).return_value] = trial, number
-            wait(running, return_when=FIRST_COMPLETED)
+            while not wait(running, POLL_SECONDS, FIRST_COMPLETED).done:
+                launcher.check()
             ended = {future: running[future] for future in running if future.done()}
             for future, (trial, number) in ended.items():
                 del running[future]
