@@ -142,9 +142,8 @@ def test_a_sweep_of_another_kind_is_not_gone_on_with(shardlab):
     assert shardlab("train", "-m", *QUIET, "seed=1,2", "hydra.sweep.dir=all").returncode == 0
     other = shardlab("train", "-m", *QUIET, "seed=1,3", "hydra.sweep.dir=all")
     assert other.returncode == 2
-    assert other.stderr.splitlines() == [
-        f"hydra.sweep.dir={Path('all').absolute()} already holds another sweep; give another folder, or none for a new one"
-    ]
+    assert len(other.stderr.splitlines()) == 1
+    assert "/all already holds another sweep; give another folder, or none for a new one" in other.stderr
 
 
 DEVICES = [

@@ -131,8 +131,11 @@ WRONG = [
         "trainer.global_batch=20 leaves no two tokens a row in the 9 train tokens",
     ),
     ("train run_dir=theirs", "run_dir=theirs holds config.yaml, which a run would overwrite"),
-    ("train -m seed=1,2 hydra.sweep.dir=swept", "hydra.sweep.dir=swept already holds a sweep; give another folder"),
-    ("train -m seed=1,2 hydra.sweep.dir=swept_too", "hydra.sweep.dir=swept_too already holds a sweep"),
+    (
+        "train -m seed=1,2 hydra.sweep.dir=swept",
+        "hydra.sweep.dir=swept holds another program's sweep",
+    ),
+    ("train -m seed=1,2 hydra.sweep.dir=swept_too", "swept_too already holds another sweep; give another folder"),
 ]
 
 AS_A_PROCESS = 4

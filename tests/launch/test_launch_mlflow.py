@@ -31,7 +31,6 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRAIN_RANK", "prepare"):
         monkeypatch.setattr(run_module, name, getattr(run_module, name))
     stand_in(run_module)
-    monkeypatch.setattr(run_module, "SINK_SECONDS", 120)
 
 
 @pytest.fixture(scope="module")

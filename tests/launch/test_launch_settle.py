@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from launch_parts import composed, job_of, stand_in
 from launch_processes import Launcher, wait_until
+from shardlab.launch.sweep import Sweep
 
 from shardlab.launch import run as run_module
 from shardlab.launch.run import run
-from shardlab.launch.sweep import Sweep
 from shardlab.tracking import mlflow_sink, provenance, settle, sweep_parent
 from shardlab.tracking.mlflow_sink import sync
 from shardlab.tracking.provenance import launcher
@@ -44,7 +44,6 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRAIN_RANK", "prepare"):
         monkeypatch.setattr(run_module, name, getattr(run_module, name))
     stand_in(run_module)
-    monkeypatch.setattr(run_module, "SINK_SECONDS", 200)
     monkeypatch.setattr(settle, "SETTLE_SECONDS", 150)
     monkeypatch.setattr(settle, "_settled", set())
 

@@ -13,7 +13,7 @@ from shardlab.sweeps import books
 from shardlab.tracking.store import Store
 
 CODE = """
-import os, signal, sys
+import os, signal, sys, time
 from launch_parts import stand_in
 from shardlab.cli import main
 from shardlab.launch import run
@@ -23,6 +23,7 @@ stand_in(run)
 def struck(function):
     def strike(*arguments, **keywords):
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)  # until the main thread has noticed
         return function(*arguments, **keywords)
     return strike
 
@@ -67,7 +68,7 @@ def test_a_signal_ends_the_wait_for_a_slow_server(
     sweep, answered = sweep_of("all"), threading.Event()
     run_module.run(composed("none", "run_dir=all/0"), job=job_of(sweep, 0))
     ended(sweep, 0)
-    monkeypatch.setattr(books, "SINK_SECONDS", 120)
+    monkeypatch.setattr(books, "patience", lambda store: 120)
     monkeypatch.setattr(books, "end_sweep", lambda *_: [Store("http://slow", "e")])
     monkeypatch.setattr(books, "ship_sweep", lambda *_: answered.wait(20))
     assert sweep.finish(give_up=lambda: True) == "FINISHED"

@@ -52,7 +52,8 @@ def rows(folder: str = "all") -> dict[int, dict[str, Any]]:
 
 
 def statuses(folder: str = "all") -> list[str]:
-    return [row["status"] for row in rows(folder).values()]
+    found = rows(folder)
+    return [found[number]["status"] for number in sorted(found)]
 
 
 def trained() -> Counter[str]:
@@ -124,7 +125,7 @@ def test_the_launcher_killed_at_five_moments_loses_and_repeats_nothing() -> None
         wait_until(lambda: bool(list(folder.glob("*/*/jobs.jsonl"))) or launcher.process.poll() is not None)  # noqa: B023
         time.sleep(moments.uniform(0.0, 3.0))
         os.kill(launcher.process.pid, signal.SIGKILL)
-        assert launcher.left_after(10) == []
+        assert launcher.left_after(60) == []  # a fork server that was importing torch ends when it has
         launcher.kill()
         sweeps = list(folder.glob("*/*"))
         assert len(sweeps) == 1
@@ -218,16 +219,17 @@ def _folder(name: str) -> Path:
 
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])
 def test_other_launchers_run_the_same_jobs(launcher: str) -> None:
+    """The job that fails does so by its loss: these jobs' ranks may come from another process."""
     if launcher == "joblib":
         pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="hydra-joblib-launcher is not installed")
-    words = ("seed=1,101,2", "strategy=ddp", f"hydra/launcher={launcher}", "hydra.sweep.dir=all", "tracking=none")
+    words = (
+        *("optimizer=sgd", "optimizer.lr=0.1,1e30,0.2", "strategy=ddp", "trainer.steps=4"),
+        *(f"hydra/launcher={launcher}", "hydra.sweep.dir=all", "tracking=none"),
+    )
     ended = sweep(*words)
     assert ended.process.returncode == 1, ended.output
-    assert {row["what"]: row["status"] for row in rows().values()} == {
-        "seed=1": "finished",
-        "seed=101": "failed",
-        "seed=2": "finished",
-    }
+    assert statuses() == ["finished", "failed", "finished"]
     again = sweep(*words)
     assert again.process.returncode == 1
-    assert trained() == Counter({"1": 1, "2": 1, "101": 2})
+    assert statuses() == ["finished", "failed", "finished"]
+    assert sorted(path.parent.name for path in Path("all").glob("*/events.jsonl")) == ["0", "1", "1-2", "2"]

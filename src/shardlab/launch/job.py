@@ -3,8 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardlab.launch.signals import Stop
+
+if TYPE_CHECKING:
+    from shardlab.tracking.mlflow_sink import Sink
 
 Answer = Callable[[int, dict[str, float]], bool]
 """Asked after an evaluation, with the step and its values: whether the run is to end here (it is pruned)."""
@@ -21,6 +25,7 @@ class Job:
     environment: set in its ranks, such as CUDA_VISIBLE_DEVICES
     stop: pulled by the sweep to end the run, such as after another job's failure
     answer: None where nobody prunes
+    later: takes the run's sink once the run has ended, to wait for it at the sweep's end; None: the run waits
     shown: the sweep shows its progress itself; how it ended, it always says
     """
 
@@ -32,4 +37,5 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     stop: Stop = field(default_factory=Stop)
     answer: Answer | None = None
+    later: "Callable[[Sink], None] | None" = None
     shown: bool = False

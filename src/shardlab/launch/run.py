@@ -23,7 +23,7 @@ from shardlab.launch.progress import Progress, shown
 from shardlab.launch.ranks import RanksFailed, run_ranks
 from shardlab.launch.signals import Signals, Stopped
 from shardlab.launch.streams import open_missing, tell
-from shardlab.tracking.mlflow_sink import SINK_SECONDS, Sink, where_to_look
+from shardlab.tracking.mlflow_sink import Sink, where_to_look
 from shardlab.tracking.record import EVENTS, EventLog, RunRecord
 from shardlab.tracking.store import store_of
 from shardlab.training.length import run_length
@@ -125,8 +125,12 @@ def run(composed: Composed, *, job: Job | None = None, hydra: DictConfig | None 
                 end(folder, status, reason, time.monotonic() - started)
             except OSError as error:  # a full disk
                 unwritten = f"the record's end can't be written: {error.strerror or error}"
-            seen = signals.count
-            warning = sink.finish(SINK_SECONDS, lambda: signals.count > seen) if sink is not None else None
+            seen, warning = signals.count, None
+            if sink is not None:
+                if job is not None and job.later is not None:
+                    job.later(sink)
+                else:
+                    warning = sink.finish(lambda: signals.count > seen)
         record = RunRecord.load(folder)
         if job is None:  # else the sweep does
             say(record, reason if status == "KILLED" or signals.received is not None else None)

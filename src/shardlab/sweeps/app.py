@@ -47,6 +47,7 @@ def sweep(words: list[str], overrides: list[str], compose: dict[str, Any], call:
     """
     plan = plan_of(words, overrides, compose)
     check_place(plan.folder, "hydra.sweep.dir")
+    _refuse_others(plan.folder)
     new = new_folders(plan.folder)
     interrupted = True
     with Signals() as signals:
@@ -82,6 +83,12 @@ def sweep(words: list[str], overrides: list[str], compose: dict[str, Any], call:
                 remove_empty(new)
     signals.check()  # one that came while the end was being written
     return status
+
+
+def _refuse_others(folder: Path) -> None:
+    """Raise ShardlabError if the folder holds a sweep of another application of Hydra's: its notes would be lost."""
+    if (folder / MULTIRUN).exists() and not any((folder / name).exists() for name in (SWEEP, LOCK)):
+        raise ShardlabError(f"hydra.sweep.dir={folder} holds another program's sweep; give another folder")
 
 
 def _say_resumed(jobs: SweepJobs) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from shardlab.errors import ShardlabError
 from shardlab.launch.streams import tell
 from shardlab.sweeps.rows import DONE, Row, Rows, best_rows, write_csv
-from shardlab.tracking.mlflow_sink import SINK_SECONDS
+from shardlab.tracking.mlflow_sink import patience
 from shardlab.tracking.provenance import without_credentials
 from shardlab.tracking.record import RunRecord
 from shardlab.tracking.settle import settle_run
@@ -205,7 +205,7 @@ class Sweep:
 
         shipping = threading.Thread(target=ship, name="mlflow sweep", daemon=True)
         shipping.start()
-        deadline = time.monotonic() + SINK_SECONDS
+        deadline = time.monotonic() + max(map(patience, stores), default=0.0)
         while shipping.is_alive() and time.monotonic() < deadline and not give_up():
             shipping.join(0.1)
         if shipping.is_alive():

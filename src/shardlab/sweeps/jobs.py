@@ -33,7 +33,7 @@ from shardlab.sweeps.books import Sweep
 from shardlab.sweeps.live import Live, live
 from shardlab.sweeps.rows import DONE, Row, table
 from shardlab.sweeps.slots import Pool, Slot, slots
-from shardlab.tracking.mlflow_sink import where_to_look
+from shardlab.tracking.mlflow_sink import Sink, where_to_look
 
 if TYPE_CHECKING:
     from shardlab.tracking.record import RunRecord
@@ -42,6 +42,7 @@ Objective = float | tuple[float, ...] | None
 """What a sweeper is told of a job: a value, or one for each of several objectives; None where it has none."""
 
 POLL_SECONDS = 0.2
+MOST_WARNINGS = 3
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class SweepJobs(Jobs):
         self._signals: Signals | None = None
         self._open = contextlib.ExitStack()
         self._ended_by: BaseException | None = None
+        self._sinks: list[Sink] = []
 
     def __reduce__(self) -> tuple[Callable[[Plan], "SweepJobs"], tuple[Plan]]:
         """A launcher that runs jobs in other processes, such as joblib's, sends this there. The sweep stays ours."""
@@ -104,8 +106,21 @@ class SweepJobs(Jobs):
             self._open.enter_context(self.live)
 
     def close(self) -> None:
-        """Begin no further job and wait for those that run."""
+        """Begin no further job, and wait for those that run and for MLflow to have those that ran."""
         self._open.close()
+        with Signals() as signals:
+            seen = signals.count
+            warnings = [sink.finish(lambda: signals.count > seen) for sink in self._sinks]
+        lines = [f"warning: {line}" for line in warnings if line is not None]
+        if len(lines) > MOST_WARNINGS:
+            lines[MOST_WARNINGS:] = [f"warning: so it is with {len(lines) - MOST_WARNINGS} more runs"]
+        for line in lines:
+            tell(line, sys.stderr)
+
+    def _later(self, sink: Sink) -> None:
+        """Let MLflow get the rest of a run while the next one has its slot."""
+        sink.close()
+        self._sinks.append(sink)
 
     def wait(self, futures: "list[Future[Objective]]") -> None:
         """Return when all of them are done. Raises what an interrupt means, and Stopped after a failure that counts."""
@@ -196,6 +211,7 @@ class SweepJobs(Jobs):
             environment={**environment, **slot.environment},
             stop=self.stop,
             answer=trials.prunes.get(row.number),
+            later=None if self._pool is None else self._later,
             shown=self.live.shows_progress,
         )
         try:

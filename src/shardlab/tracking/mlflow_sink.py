@@ -23,9 +23,17 @@ from shardlab.tracking.store import Store, problem
 
 SHIP_SECONDS = 5.0
 SINK_SECONDS = 30.0
-"""How long the end of a run, or of a sweep, waits for a slow server; a second Ctrl-C ends the run's wait."""
+"""How long the end of a run, or of a sweep, waits for a slow server; a second Ctrl-C ends the wait."""
+
+DATABASE_SECONDS = 300.0
+"""How long for a database in a file: where others write too it is slow, but it does not go away."""
 
 LONGEST_PAUSE = 60.0
+
+
+def patience(store: Store) -> float:
+    """Seconds that the end of a run waits for a store."""
+    return SINK_SECONDS if store.database is None else DATABASE_SECONDS
 
 
 class Sink:
@@ -45,15 +53,19 @@ class Sink:
             self._started = True
             self._thread.start()
 
-    def finish(self, seconds: float, give_up: Callable[[], bool] = lambda: False) -> str | None:
-        """Ship the rest, the end included, which must be in the record by now.
-
-        seconds: how long to wait at most; give_up: asked ten times a second whether to wait no more
-        Returns None if MLflow has everything, otherwise one line that says why not and what to do.
-        """
+    def close(self) -> None:
+        """Have the rest shipped, the end included, which must be in the record by now; returns at once."""
         self.start()
         self._run_is_over.set()
-        deadline = time.monotonic() + seconds
+
+    def finish(self, give_up: Callable[[], bool] = lambda: False) -> str | None:
+        """`close`, and wait until MLflow has everything, or for as long as the store's kind deserves.
+
+        give_up: asked ten times a second whether to wait no more
+        Returns None if MLflow has everything, otherwise one line that says why not and what to do.
+        """
+        self.close()
+        deadline = time.monotonic() + patience(self._shipper.store)
         while self._thread.is_alive() and time.monotonic() < deadline and not give_up():
             self._thread.join(0.1)
         if self._shipper.done and self._shipper.not_stored is None:
