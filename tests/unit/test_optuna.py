@@ -57,10 +57,14 @@ class Slots:
         self.work, self.parallel = work, parallel
         self.pool = ThreadPoolExecutor(parallel)
         self.submitted: list[tuple[int, list[str]]] = []
+        self.futures: list[Future[Any]] = []
+        self.most = 0
 
     def submit(self, overrides: Sequence[str], number: int) -> JobReturn:
         self.submitted.append((number, list(overrides)))
-        return returned(self.pool.submit(self.work, values_of(overrides), number))
+        self.futures.append(self.pool.submit(self.work, values_of(overrides), number))
+        self.most = max(self.most, sum(not future.done() for future in self.futures))
+        return returned(self.futures[-1])
 
     def check(self) -> None:
         pass
@@ -336,22 +340,15 @@ def test_tpe_beats_random_on_a_bowl():
 def test_a_job_starts_as_soon_as_another_ends():
     """Job 0 ends only once job 3 has begun, which a batch of two would wait for in vain."""
     begun = [threading.Event() for _ in range(5)]
-    running, most = [0], [0]
-    lock = threading.Lock()
 
     def work(values: dict[str, Any], number: int) -> float:
-        with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
         begun[number].set()
-        reached = begun[3].wait(WAIT) if number == 0 else True
-        with lock:
-            running[0] -= 1
-        return 1.0 if reached else math.nan
+        return 1.0 if number != 0 or begun[3].wait(WAIT) else math.nan
 
-    study = search(Slots(work, parallel=2), LR, "hydra.sweeper.n_trials=5")
+    slots = Slots(work, parallel=2)
+    study = search(slots, LR, "hydra.sweeper.n_trials=5")
     assert states(study) == [COMPLETE] * 5
-    assert most == [2]
+    assert slots.most == 2
 
 
 def test_another_launcher_gets_batches():
