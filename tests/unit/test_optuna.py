@@ -267,8 +267,10 @@ def test_what_cannot_be_is_said_in_one_line_before_a_job(words, says, disk):
 
 
 def test_a_pruner_is_refused_where_no_job_can_be_ended():
+    best.found[:] = [best.Best(0, {}, {})]
     with pytest.raises(ShardlabError, match="needs hydra/launcher=shardlab"):
         search(Batches(lr), LR, "hydra.sweeper.pruner=halving")
+    assert best.found == []  # an earlier search's
 
 
 def test_cmaes_without_its_package_says_what_to_install(monkeypatch):
@@ -622,10 +624,11 @@ PICTURES = [
 
 
 @pytest.mark.parametrize(("count", "objective", "result", "expected"), PICTURES)
-def test_pictures_are_drawn_from_two_jobs_on(count, objective, result, expected):
+def test_pictures_are_drawn_from_two_jobs_on(count, objective, result, expected, capsys):
     slots = Slots(lambda values, number: None if number == 3 else result(values["optimizer.lr"], number))
     search(slots, LR, "seed=range(9)", f"hydra.sweeper.n_trials={count}", f"sweep.objective={objective}")
     assert {path.name for path in Path("search").glob("*.png")} == expected
+    assert ("no importance.png: " in capsys.readouterr().err) == (expected == {"history.png"})
 
 
 def test_pictures_that_cannot_be_drawn_cost_a_line(monkeypatch, capsys):
