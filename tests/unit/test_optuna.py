@@ -57,10 +57,14 @@ class Slots:
         self.work, self.parallel = work, parallel
         self.pool = ThreadPoolExecutor(parallel)
         self.submitted: list[tuple[int, list[str]]] = []
+        self.futures: list[Future[Any]] = []
+        self.most = 0
 
     def submit(self, overrides: Sequence[str], number: int) -> JobReturn:
         self.submitted.append((number, list(overrides)))
-        return returned(self.pool.submit(self.work, values_of(overrides), number))
+        self.futures.append(self.pool.submit(self.work, values_of(overrides), number))
+        self.most = max(self.most, sum(not future.done() for future in self.futures))
+        return returned(self.futures[-1])
 
     def check(self) -> None:
         pass
@@ -263,8 +267,10 @@ def test_what_cannot_be_is_said_in_one_line_before_a_job(words, says, disk):
 
 
 def test_a_pruner_is_refused_where_no_job_can_be_ended():
+    best.found[:] = [best.Best(0, {}, {})]
     with pytest.raises(ShardlabError, match="needs hydra/launcher=shardlab"):
         search(Batches(lr), LR, "hydra.sweeper.pruner=halving")
+    assert best.found == []  # an earlier search's
 
 
 def test_cmaes_without_its_package_says_what_to_install(monkeypatch):
@@ -336,22 +342,15 @@ def test_tpe_beats_random_on_a_bowl():
 def test_a_job_starts_as_soon_as_another_ends():
     """Job 0 ends only once job 3 has begun, which a batch of two would wait for in vain."""
     begun = [threading.Event() for _ in range(5)]
-    running, most = [0], [0]
-    lock = threading.Lock()
 
     def work(values: dict[str, Any], number: int) -> float:
-        with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
         begun[number].set()
-        reached = begun[3].wait(WAIT) if number == 0 else True
-        with lock:
-            running[0] -= 1
-        return 1.0 if reached else math.nan
+        return 1.0 if number != 0 or begun[3].wait(WAIT) else math.nan
 
-    study = search(Slots(work, parallel=2), LR, "hydra.sweeper.n_trials=5")
+    slots = Slots(work, parallel=2)
+    study = search(slots, LR, "hydra.sweeper.n_trials=5")
     assert states(study) == [COMPLETE] * 5
-    assert most == [2]
+    assert slots.most == 2
 
 
 def test_another_launcher_gets_batches():
@@ -625,10 +624,11 @@ PICTURES = [
 
 
 @pytest.mark.parametrize(("count", "objective", "result", "expected"), PICTURES)
-def test_pictures_are_drawn_from_two_jobs_on(count, objective, result, expected):
+def test_pictures_are_drawn_from_two_jobs_on(count, objective, result, expected, capsys):
     slots = Slots(lambda values, number: None if number == 3 else result(values["optimizer.lr"], number))
     search(slots, LR, "seed=range(9)", f"hydra.sweeper.n_trials={count}", f"sweep.objective={objective}")
     assert {path.name for path in Path("search").glob("*.png")} == expected
+    assert ("no importance.png: " in capsys.readouterr().err) == (expected == {"history.png"})
 
 
 def test_pictures_that_cannot_be_drawn_cost_a_line(monkeypatch, capsys):
