@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -26,18 +26,27 @@ from shardlab.config import check
 from shardlab.config.complaint import complaint, nearest
 from shardlab.config.compose import COMPOSITION_ERRORS, PACKAGE, VERSION_BASE, composing, to_config
 from shardlab.config.overrides import check_folders, check_overrides
+from shardlab.config.room import with_ranks
 from shardlab.errors import ShardlabError
 from shardlab.launch.jobs import Jobs, OneJob, SweepJobs, new_folders, remove_empty
 from shardlab.launch.signals import Signals
 from shardlab.parallel.mesh import mesh_of
 
+if TYPE_CHECKING:
+    from shardlab.cluster.lead import Lead
 
-def train(words: list[str]) -> int:
-    """Do what the words after `shardlab train` ask for; returns the exit status. Raises ShardlabError."""
+
+def train(words: list[str], lead: "Lead | None" = None) -> int:
+    """Do what the words after `shardlab train` ask for; returns the exit status. Raises ShardlabError.
+
+    lead: of the job of several processes that this command has joined
+    """
     if "--version" in words:
         print(f"shardlab {__version__}")
         return 0
     flags, rest = read_words(words)
+    if lead is not None:
+        flags.overrides = with_ranks(flags.overrides, lead.job.ranks)
     if flags.shell_completion:
         query = [word for word in flags.overrides if word.startswith("query=")]
         return complete(query[0], lambda argv: _call(argv, OneJob())) if query else _call(words, OneJob())
@@ -49,7 +58,7 @@ def train(words: list[str]) -> int:
     check_folders(flags.config_dir, parsed)
     compose: dict[str, Any] = {"config_name": flags.config_name or "config", "config_dir": flags.config_dir}
     if sweep and not flags.help:
-        return _sweep(words, flags.overrides, rest, compose)
+        return _sweep(words, flags.overrides, rest, compose, lead)
     if not flags.help:
         with composing(flags.overrides, **compose) as cfg:
             run_dir = str(cfg.hydra.run.dir)
@@ -57,7 +66,7 @@ def train(words: list[str]) -> int:
                 to_config(cfg)  # Hydra would show a key that doesn't exist without a word
     if flags.help or flags.cfg:
         return _call([*flags.overrides, *rest], OneJob())
-    return _call([*flags.overrides, f"hydra.run.dir={quoted(run_dir)}", *rest], OneJob(run_dir), words)
+    return _call([*flags.overrides, f"hydra.run.dir={quoted(run_dir)}", *rest], OneJob(run_dir, lead), words)
 
 
 def read_words(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -98,7 +107,9 @@ def read_words(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, rest
 
 
-def _sweep(words: list[str], overrides: list[str], rest: list[str], compose: dict[str, Any]) -> int:
+def _sweep(
+    words: list[str], overrides: list[str], rest: list[str], compose: dict[str, Any], lead: "Lead | None"
+) -> int:
     """Run each combination. The folder is fixed beforehand, so that a sweep that cannot be composed leaves none."""
     from shardlab.launch.folder import MULTIRUN, refuse_used_sweep
     from shardlab.launch.sweep import Sweep
@@ -112,7 +123,7 @@ def _sweep(words: list[str], overrides: list[str], rest: list[str], compose: dic
     refuse_used_sweep(folder)
     varied = [override.key_or_group for override in parsed if override.is_sweep_override()]
     parent = Sweep(folder, ["shardlab", "train", *words])
-    jobs = SweepJobs(folder, varied, _most_ranks(jobs_overrides, compose), parent)
+    jobs = SweepJobs(folder, varied, _most_ranks(jobs_overrides, compose), parent, lead)
     new, interrupted = new_folders(folder), True
     with Signals() as signals:
         try:

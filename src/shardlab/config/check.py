@@ -17,6 +17,7 @@ from typing import Any
 from shardlab.config.compose import Composed, config_yaml
 from shardlab.config.objectives import check_objective
 from shardlab.config.optimizers import check_optimizer
+from shardlab.config.room import Room, check_room
 from shardlab.config.schema import (
     Config,
     CosineConfig,
@@ -51,29 +52,37 @@ LONGEST_TIMEOUT = 1e7
 """Seconds, a third of a year: torch keeps a timeout in milliseconds, and a larger one overflows."""
 
 
-def settle(composed: Composed, *, largest_ranks: int | None = None) -> tuple[Composed, list[str]]:
+def settle(
+    composed: Composed, *, largest_ranks: int | None = None, room: Room | None = None
+) -> tuple[Composed, list[str]]:
     """The composed config after `check`, and notes for the user: what was asked for and could not be taken.
 
     Raises ShardlabError.
     """
-    asked, config = composed.config, check(composed.config, largest_ranks=largest_ranks)
+    asked, config = composed.config, check(composed.config, largest_ranks=largest_ranks, room=room)
     notes = []
     if config.ranks != asked.ranks and any(override.startswith("ranks=") for override in composed.overrides):
         notes.append(f"strategy=single runs on one rank; ranks={asked.ranks} is left unused")
     notes += schedule_notes(config, composed.overrides)
     if asked.runtime.device is Device.auto and config.runtime.device is Device.cpu and visible_gpus() > 0:
+        if room is not None:
+            return replace(composed, config=config, yaml=config_yaml(config)), [
+                *notes,
+                "runtime.device=auto: not every rank of this job has a GPU of its own; taking the CPU",
+            ]
         needed = max(config.ranks, largest_ranks or 0)
         notes.append(f"runtime.device=auto: {visible_gpus()} GPUs are too few for {needed} ranks; taking the CPU")
     return replace(composed, config=config, yaml=config_yaml(config)), notes
 
 
-def check(config: Config, *, largest_ranks: int | None = None) -> Config:
+def check(config: Config, *, largest_ranks: int | None = None, room: Room | None = None) -> Config:
     """The config with open values settled, after every rule has been looked at.
 
     Settled: ranks (1 under strategy=single), trainer.micro_batch and strategy.split of a pipeline, runtime.device (cpu
     or cuda), runtime.threads (the cores shared evenly).
     largest_ranks: the most ranks that any job of this command uses, all of which must fit on the GPUs for `auto` to
-    take them; by default this config's. Raises ShardlabError, one line with what would work.
+    take them; by default this config's. room: what the job that this command has joined offers, if it has.
+    Raises ShardlabError, one line with what would work.
     """
     at_least("ranks", config.ranks, 1)
     if not 0 <= config.seed <= LARGEST_SEED:
@@ -81,6 +90,8 @@ def check(config: Config, *, largest_ranks: int | None = None) -> Config:
     if not config.run_dir.strip():
         raise ShardlabError("run_dir is empty; give a folder, or leave it away for runs/DATE/TIME")
     ranks = check_ranks(config.strategy, config.ranks)
+    if room is not None:
+        check_room(config, ranks, room)
     _check_model(config.model)
     check_split(config)
     check_dataset(config)
@@ -99,7 +110,7 @@ def check(config: Config, *, largest_ranks: int | None = None) -> Config:
         strategy=config.strategy if config.strategy.pipeline > 1 else replace(config.strategy, split=None),
         trainer=settle_cut(config.trainer, config.strategy),
         dataset=_settle_path(config.dataset),
-        runtime=_settle(config.runtime, ranks, max(ranks, largest_ranks or 0)),
+        runtime=_settle(config.runtime, ranks, max(ranks, largest_ranks or 0), room),
     )
 
 
@@ -203,25 +214,31 @@ def _check_scheduler(config: Config) -> None:
             raise ShardlabError(f"scheduler.final_ratio={scheduler.final_ratio}: it must lie between 0 and 1")
 
 
-def _settle(runtime: RuntimeConfig, ranks: int, largest_ranks: int) -> RuntimeConfig:
+def _settle(runtime: RuntimeConfig, ranks: int, largest_ranks: int, room: Room | None) -> RuntimeConfig:
     # More ranks or threads than that are a slip of the keyboard, and would take the machine down.
     crowd = max(64, 8 * available_cores())
     at_least("runtime.threads", runtime.threads, 1)
     _at_most("runtime.threads", runtime.threads, crowd)
-    _at_most("ranks", ranks, crowd)
+    _at_most("ranks", ranks, crowd if room is None else room.ranks)
     _positive("runtime.timeout", runtime.timeout)
     if runtime.timeout > LONGEST_TIMEOUT:
         raise ShardlabError(f"runtime.timeout={runtime.timeout}: at most {LONGEST_TIMEOUT:.0f} seconds would do")
     device = runtime.device
     if device is not Device.cpu:
-        found = visible_gpus()
+        found = visible_gpus() if room is None else ranks * room.gpus
+        if device is Device.cuda and found < ranks and room is not None:
+            raise ShardlabError(
+                "runtime.device=cuda needs a GPU for each rank of this job on its own host, and some have none; "
+                "runtime.device=cpu would run"
+            )
         if device is Device.cuda and found < ranks:
             raise ShardlabError(
                 f"runtime.device=cuda needs a GPU for each of {ranks} ranks, and {found} can be used here; "
                 "runtime.device=cpu would run"
             )
-        device = Device.cuda if device is Device.cuda or found >= largest_ranks else Device.cpu
-    threads = runtime.threads or max(1, available_cores() // ranks)
+        needed = largest_ranks if room is None else ranks  # of a sweep's jobs, those with other ranks are refused
+        device = Device.cuda if device is Device.cuda or found >= needed else Device.cpu
+    threads = runtime.threads or (max(1, available_cores() // ranks) if room is None else room.threads)
     return replace(runtime, device=device, threads=threads)
 
 

@@ -72,6 +72,27 @@ class Death:
         return self.code == -signal.SIGABRT
 
 
+@dataclass(frozen=True)
+class Lost(Death):
+    """A rank of another launcher that is heard of no more.
+
+    when: as this launcher noticed it; code: none that means anything; host: where it ran; why: what happened
+    """
+
+    host: str
+    why: str
+
+    @property
+    def summary(self) -> str:
+        """See Death."""
+        return f"on {self.host} is lost: {self.why}"
+
+    @property
+    def echo(self) -> bool:
+        """Never: whatever the other ranks say of broken connections came of it."""
+        return False
+
+
 def describe_failure(error: BaseException, when: float) -> Failure:
     """What a rank reports of the exception that ended it.
 

@@ -24,6 +24,7 @@ from shardlab.launch.new_folder import remove_empty as remove_empty
 from shardlab.launch.streams import open_missing, tell
 
 if TYPE_CHECKING:
+    from shardlab.cluster.lead import Lead
     from shardlab.launch.sweep import Sweep
     from shardlab.tracking.record import RunRecord
 
@@ -44,12 +45,12 @@ class Jobs(ABC):
 
 
 class OneJob(Jobs):
-    """The job of a command without -m. run_dir: its folder, fixed before Hydra makes it."""
+    """The job of a command without -m. run_dir: its folder, fixed before Hydra makes it; lead: see hydra_app.train."""
 
-    def __init__(self, run_dir: str = "") -> None:
+    def __init__(self, run_dir: str = "", lead: "Lead | None" = None) -> None:
         super().__init__()
         open_missing()
-        self.run_dir = run_dir
+        self.run_dir, self.lead = run_dir, lead
         self.new = new_folders(Path(run_dir), "run_dir")
         self.error: Exception | None = None
 
@@ -57,7 +58,7 @@ class OneJob(Jobs):
         """See Jobs."""
         self.started = True
         try:
-            return best_loss(_train(cfg, self.run_dir))
+            return best_loss(_train(cfg, self.run_dir, lead=self.lead))
         except Exception as error:
             self.error = error
             remove_empty(self.new)
@@ -86,13 +87,17 @@ class Row:
 class SweepJobs(Jobs):
     """The jobs of a sweep, one after the other.
 
-    folder: the sweep's; varied: the keys that take several values; ranks: the most that any job uses; parent: its books
+    folder: the sweep's; varied: the keys that take several values; ranks: the most that any job uses; parent: its
+    books; lead: see hydra_app.train
     """
 
-    def __init__(self, folder: Path, varied: list[str], ranks: int, parent: "Sweep") -> None:
+    def __init__(
+        self, folder: Path, varied: list[str], ranks: int, parent: "Sweep", lead: "Lead | None" = None
+    ) -> None:
         super().__init__()
         open_missing()
         self.folder, self.varied, self.ranks, self.parent = folder, varied, ranks, parent
+        self.lead = lead
         self.rows: list[Row] = []
 
     def run(self, cfg: DictConfig) -> float | None:
@@ -105,7 +110,7 @@ class SweepJobs(Jobs):
         tell(f"job {number}: {what}", sys.stdout)
         folder = self.folder / str(hydra.sweep.subdir)
         try:
-            record = _train(cfg, str(folder), sweep=self.parent, largest_ranks=self.ranks)
+            record = _train(cfg, str(folder), sweep=self.parent, largest_ranks=self.ranks, lead=self.lead)
         except Exception as error:
             remove_empty([each for each in (folder, *folder.parents) if self.folder in each.parents])
             self._keep(number, what, error)
@@ -146,18 +151,23 @@ def table(rows: list[Row], folder: Path) -> str:
 
 
 def _train(
-    cfg: DictConfig, run_dir: str, *, sweep: "Sweep | None" = None, largest_ranks: int | None = None
+    cfg: DictConfig,
+    run_dir: str,
+    *,
+    sweep: "Sweep | None" = None,
+    largest_ranks: int | None = None,
+    lead: "Lead | None" = None,
 ) -> "RunRecord":
     hydra = cast(DictConfig, HydraConfig.get())
     composed = composed_from(cfg, hydra)
     composed = replace(composed, config=replace(composed.config, run_dir=run_dir))
-    settled, notes = settle(composed, largest_ranks=largest_ranks)
+    settled, notes = settle(composed, largest_ranks=largest_ranks, room=lead.room() if lead is not None else None)
     for note in notes:
         tell(note, sys.stderr)
 
     from shardlab.launch.run import run
 
-    return run(settled, sweep=sweep, hydra=hydra)
+    return run(settled, sweep=sweep, hydra=hydra, lead=lead)
 
 
 def _is_failed_run(error: Exception) -> bool:

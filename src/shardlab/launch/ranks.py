@@ -24,9 +24,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
-from shardlab.launch.cause import Death, Failure, first_cause
+from shardlab.launch.cause import Death, Failure, Lost, first_cause
 from shardlab.launch.rank import Finished, Orders, live, nothing
 from shardlab.launch.signals import Signals
 from shardlab.training.place import Place
@@ -48,7 +48,45 @@ TERM_SECONDS = 1.0
 LONGEST_FOR_SOCKETS = 70
 """Bytes of a temporary folder's path to which multiprocessing's names for a folder and a socket can be added."""
 
+LOST_SECONDS = 0.5
+"""How long a launcher of a job looks, when a signal comes, whether another launcher had gone before it."""
+
 _starting = threading.RLock()
+
+
+class Process(Protocol):
+    """What run_ranks asks of a rank's process, as multiprocessing's have it."""
+
+    @property
+    def pid(self) -> int | None:
+        """None if another launcher has started it: the number would mean nothing here."""
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that is ready once it has ended."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def kill(self) -> None:
+        """End it."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended."""
+
+    def close(self) -> None:
+        """Give back what it needed. It has ended."""
+
+
+Pipe = Connection
+"""What a rank says comes out of it: a Finished, a Failure, or of a rank of another launcher also a Lost."""
+
+Start = Callable[[Place, Orders], "tuple[Process, Pipe[Any, Any]]"]
+"""Starts one rank, which then lives as rank.live says."""
 
 
 class RanksFailed(Exception):  # noqa: N818 - it says what happened
@@ -70,8 +108,8 @@ class RanksFailed(Exception):  # noqa: N818 - it says what happened
 class _Crew:
     """The started ranks, by number, and what is known of each."""
 
-    processes: dict[int, ForkServerProcess] = field(default_factory=dict)
-    pipes: "dict[int, Connection[Any, Any]]" = field(default_factory=dict)
+    processes: dict[int, Process] = field(default_factory=dict)
+    pipes: "dict[int, Pipe[Any, Any]]" = field(default_factory=dict)
     finished: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     deaths: dict[int, Death] = field(default_factory=dict)
@@ -85,6 +123,7 @@ def run_ranks(
     log_dir: Path,
     poll: Callable[[], None] = lambda: None,
     environment: Mapping[str, str] | None = None,
+    start: Start | None = None,
 ) -> list[Any]:
     """Call function(Place, *arguments) in `ranks` fresh processes and return what each returned, by rank.
 
@@ -92,6 +131,7 @@ def run_ranks(
     log_dir: what rank N prints goes to rank-N.log there
     poll: called in this thread about five times a second, once all ranks are started
     environment: set in the ranks on top of this process's own
+    start: starts each rank, by default in a process of this host
 
     Raises RanksFailed with the first cause; KeyboardInterrupt or SystemExit(128 + signal) if a signal came.
     """
@@ -99,14 +139,15 @@ def run_ranks(
     crew = _Crew()
     with Signals() as signals, tempfile.TemporaryDirectory(prefix="shardlab-", ignore_cleanup_errors=True) as meeting:
         try:
-            _wake_server(signals)
+            wake_server(signals)
             with _without_main():
                 for rank in range(ranks):
-                    _start(crew, Place(rank, ranks, f"file://{meeting}/ranks"), orders)
+                    place = Place(rank, ranks, f"file://{meeting}/ranks")
+                    crew.processes[rank], crew.pipes[rank] = (start or start_rank)(place, orders)
             _watch(crew, signals, poll)
         finally:
             _end(crew)
-    signals.check()  # one that came while the ranks were being ended
+    _check(crew, signals)  # one that came while the ranks were being ended
     if crew.failures or crew.deaths:
         raise _failed(crew, log_dir)
     return [crew.finished[rank] for rank in range(ranks)]
@@ -120,7 +161,7 @@ def _reference(function: Callable[..., Any] | str) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
 
-def _wake_server(signals: Signals) -> None:
+def wake_server(signals: Signals) -> None:
     """Have the fork server running with everything imported. A signal ends the wait at once.
 
     It is a process that does nothing that is waited for, so that a signal leaves nothing half started; starting the
@@ -185,15 +226,35 @@ def _without_main() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-def _start(crew: _Crew, place: Place, orders: Orders) -> None:
+def start_rank(place: Place, orders: Orders) -> "tuple[Process, Pipe[Any, Any]]":
+    """Start one rank in a fresh process of this host. The fork server is awake."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = ForkServerProcess(target=live, args=(place, orders, sender), name=f"rank {place.rank}", daemon=True)
     try:
-        process.start()
+        with _without_main():
+            process.start()
     finally:
         sender.close()
-    crew.processes[place.rank] = process
-    crew.pipes[place.rank] = receiver
+    return process, receiver
+
+
+def _check(crew: _Crew, signals: Signals) -> None:
+    """Raise the interruption if a signal has come, unless it followed from another launcher's end.
+
+    torchrun ends all launchers of a host when one of them has gone: that one is the cause then, not the signal.
+    """
+    if signals.received is not None:
+        deadline = time.monotonic() + LOST_SECONDS if any(each.pid is None for each in crew.processes.values()) else 0.0
+        while not _has_lost(crew) and crew.pipes and (left := deadline - time.monotonic()) > 0:
+            wait([*crew.pipes.values()], left)
+            for rank in list(crew.pipes):
+                _listen(crew, rank)
+        if not _has_lost(crew):
+            signals.check()
+
+
+def _has_lost(crew: _Crew) -> bool:
+    return any(isinstance(death, Lost) for death in crew.deaths.values())
 
 
 def _watch(crew: _Crew, signals: Signals, poll: Callable[[], None]) -> None:
@@ -207,20 +268,20 @@ def _watch(crew: _Crew, signals: Signals, poll: Callable[[], None]) -> None:
             next_poll = now + POLL_SECONDS
         sentinels = [crew.processes[rank].sentinel for rank in alive]
         wait([*sentinels, *crew.pipes.values(), *signals.wakes], max(0.0, min(next_poll, deadline) - time.monotonic()))
-        signals.check()
+        _check(crew, signals)
         for rank in list(crew.pipes):
             _listen(crew, rank)
         for rank in [rank for rank in alive if crew.processes[rank].exitcode is not None]:
             alive.remove(rank)
             _listen(crew, rank)  # its last word may have come after the look above
-            if rank not in crew.finished and rank not in crew.failures:
+            if rank not in crew.finished and rank not in crew.failures and rank not in crew.deaths:
                 crew.deaths[rank] = Death(time.monotonic(), crew.processes[rank].exitcode or 0)
         ends: list[Failure | Death] = [*crew.failures.values(), *crew.deaths.values()]
         if ends:
             echoes_only = all(end.echo for end in ends)
             deadline = min(deadline, time.monotonic() + (GRACE_SECONDS if echoes_only else SETTLE_SECONDS))
     if deadline < float("inf"):
-        signals.check()  # a signal to the whole group may have ended the ranks before it woke us
+        _check(crew, signals)  # a signal to the whole group may have ended the ranks before it woke us
 
 
 def _listen(crew: _Crew, rank: int) -> None:
@@ -236,6 +297,8 @@ def _listen(crew: _Crew, rank: int) -> None:
         crew.finished[rank] = said.result
     elif isinstance(said, Failure):
         crew.failures[rank] = said
+    elif isinstance(said, Lost):
+        crew.deaths[rank] = said
     crew.pipes.pop(rank).close()
 
 
@@ -251,8 +314,11 @@ def _end(crew: _Crew) -> None:
         if process.exitcode is None:
             process.kill()
             process.join()
+    for rank in [rank for rank, process in crew.processes.items() if process.pid is None]:
+        _listen(crew, rank)  # that its launcher is lost may show only now, after the others have failed of it
     for pipe in crew.pipes.values():
         pipe.close()
+    crew.pipes.clear()
     for process in crew.processes.values():
         process.close()  # a rank whose fork server was killed counts as ended; it dies of this, see rank.py
 

@@ -29,6 +29,7 @@ from shardlab.tracking.store import store_of
 from shardlab.training.length import run_length
 
 if TYPE_CHECKING:
+    from shardlab.cluster.lead import Lead
     from shardlab.launch.sweep import Sweep
 
 TRAIN_RANK = "shardlab.training.loop:train_rank"
@@ -49,10 +50,17 @@ class RunFailed(Exception):  # noqa: N818 - it says what happened
         return f"{self.record.name} failed: {self.reason} (more in {self.record.folder}/rank-*.log)"
 
 
-def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig | None = None) -> RunRecord:
+def run(
+    composed: Composed,
+    *,
+    sweep: "Sweep | None" = None,
+    hydra: DictConfig | None = None,
+    lead: "Lead | None" = None,
+) -> RunRecord:
     """Train as a checked config says, and return the run's record.
 
     sweep: the sweep that this run is a job of; hydra: Hydra's own node of the config, to be kept in the run folder
+    lead: of the job of several processes that starts the ranks; None to start them here
 
     Raises ShardlabError for what the user can mend, before or after the ranks have started; RunFailed;
     KeyboardInterrupt, or SystemExit(128 + signal) after SIGTERM or SIGHUP. The run's end is written in every case.
@@ -65,6 +73,9 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
         with signals.raising():
             data_dir = prepare(config.dataset, global_batch=config.trainer.global_batch)
         data = read_meta(data_dir)
+        if lead is not None:
+            with signals.raising():
+                lead.prepare(config, data.fingerprint)
         run_length(config, data)  # too short a run is the user's to mend, before there is a folder
         name = make_folder(folder, composed, data, None if sweep is None else sweep.begin(), hydra)
         sink = Sink(folder, store_of(config.tracking)) if config.tracking.name == "mlflow" else None
@@ -84,8 +95,13 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
         started = time.monotonic()
         try:
             signals.check()
+            start = None
+            if lead is not None:
+                with signals.raising():
+                    lead.begin(folder)
+                start = lead.start
             arguments = (config, folder.absolute(), data_dir)
-            run_ranks(TRAIN_RANK, arguments, config.ranks, log_dir=folder.absolute(), poll=watch)
+            run_ranks(TRAIN_RANK, arguments, config.ranks, log_dir=folder.absolute(), poll=watch, start=start)
             status = "FINISHED"
         except RanksFailed as failed:
             reason, ended_by = failed.user_error or failed.reason, failed
@@ -93,6 +109,8 @@ def run(composed: Composed, *, sweep: "Sweep | None" = None, hydra: DictConfig |
             status, reason, ended_by = "KILLED", "interrupted", interrupted
             if isinstance(interrupted, SystemExit):
                 reason = f"interrupted by {Signal(int(interrupted.code or 0) - 128).name}"
+        except ShardlabError as error:  # of another host
+            reason, ended_by = str(error), error
         except OSError as error:
             reason = f"the launcher raised {type(error).__name__}: {error}"
             if error.errno not in FULL:

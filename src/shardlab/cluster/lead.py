@@ -1,0 +1,308 @@
+"""The lead: rank 0's launcher, which runs the command as if it stood alone and has the followers start the ranks.
+
+The followers may come while the config is being composed; the lead waits for them when it must know what they have,
+and at the end, to tell each how the command has ended. Then torchrun and Slurm see one status everywhere.
+"""
+
+import contextlib
+import hmac
+import os
+import signal
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shardlab.cluster.follow import PATIENCE, SHARED_SECONDS, facts
+from shardlab.cluster.job import Job, without_job
+from shardlab.cluster.meeting import JOIN_SECONDS, open_meeting
+from shardlab.cluster.network import free_port, interface_of, is_loopback
+from shardlab.cluster.remote import RemoteRank, from_message
+from shardlab.cluster.wire import LARGEST_HELLO, Link, Message, WireError
+from shardlab.config.compose import config_yaml
+from shardlab.config.room import Room
+from shardlab.config.schema import Config
+from shardlab.errors import ShardlabError
+from shardlab.launch.cause import Lost
+from shardlab.launch.rank import Orders
+from shardlab.launch.ranks import Pipe, Process, start_rank
+from shardlab.launch.signals import HANDLED, Signals
+from shardlab.tracking.record import PROVENANCE
+from shardlab.training.place import Place
+
+HELLO_SECONDS = 10.0
+FAREWELL_SECONDS = 30.0
+"""How long a lead that leaves early, such as for a wrong key, waits for followers that have not come yet."""
+INTERRUPTED_SECONDS = 2.0
+"""The same after an interrupt, which the others have got as well."""
+
+_until_exit: list[Link] = []
+"""Connections that close with this process: that is what the followers wait for before they leave."""
+
+
+@dataclass
+class _Follower:
+    """A follower that has joined.
+
+    facts: see follow.facts; lost, since: what happened to it, and when; answer: to the last question
+    remote: its rank, while it runs
+    """
+
+    rank: int
+    facts: dict[str, Any]
+    link: Link
+    lost: str | None = None
+    since: float = 0.0
+    answer: Message | None = None
+    remote: RemoteRank | None = None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.facts['host']}"
+
+
+class Lead:
+    """The command's own process, and the followers that have joined it. status: the command's, once it is known."""
+
+    def __init__(self, job: Job, listener: socket.socket, token: str) -> None:
+        self.job = job
+        self.status = 0
+        self._listener, self._token = listener, token
+        self._patience = PATIENCE
+        self._rendezvous = ""
+        self._facts = facts()
+        self._followers: dict[int, _Follower] = {}
+        self._changed = threading.Condition()
+        threading.Thread(target=self._accept, name="join", daemon=True).start()
+
+    def room(self) -> Room:
+        """What the whole job has for the ranks of a run, once all followers have joined.
+
+        Raises ShardlabError if one hasn't come, or is lost.
+        """
+        self._wait_for_all(JOIN_SECONDS)
+        places = self._places()
+        return Room(
+            ranks=self.job.ranks,
+            threads=max(1, min(len(each["cores"]) // self._sharing(each) for each in places)),
+            gpus=all(self._gpu(rank) < int(places[rank]["gpus"]) for rank in range(self.job.ranks)),
+        )
+
+    def prepare(self, config: Config, fingerprint: str) -> None:
+        """Have the run's data on every host. fingerprint: the data's here. Raises ShardlabError."""
+        self._patience = min(PATIENCE, config.runtime.timeout)
+        self._ask("prepare", None, config=config_yaml(config), fingerprint=fingerprint)
+
+    def begin(self, folder: Path) -> None:
+        """See that every host sees the run's folder. Raises ShardlabError."""
+        provenance = (folder / PROVENANCE).read_text(encoding="utf-8")
+        self._ask("begin", 3 * SHARED_SECONDS, folder=str(folder.absolute()), provenance=provenance)
+
+    def start(self, place: Place, orders: Orders) -> tuple[Process, Pipe]:
+        """Start one rank of a run that has been prepared and begun: what run_ranks takes as `start`."""
+        one_host = self._one_host()
+        if place.rank == 0:
+            address = "127.0.0.1" if one_host else self.job.address
+            self._rendezvous = f"tcp://{f'[{address}]' if ':' in address else address}:{free_port()}"
+            interface = "lo" if one_host else self._here()
+            here = replace(place, rendezvous=self._rendezvous, local_rank=self._gpu(0), interface=interface)
+            return start_rank(here, replace(orders, environment=without_job(orders.environment)))
+        follower = self._followers[place.rank]
+        remote = RemoteRank(lambda number: self._send(follower, "end", signal=number))
+        with self._changed:
+            follower.remote = remote
+            if follower.lost is not None:
+                _lose(follower)
+        self._send(follower, "start", rendezvous=self._rendezvous, local_rank=self._gpu(place.rank), one_host=one_host)
+        return remote, remote.pipe
+
+    def over(self, status: int, seconds: float) -> None:
+        """Tell every follower that the command has ended, and how. seconds: how long to wait for those yet to come."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._followers) == self.job.ranks - 1, seconds)
+            followers = list(self._followers.values())
+        for follower in followers:
+            self._send(follower, "over", status=status)
+            _until_exit.append(follower.link)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed: the command is over
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._welcome, args=(connection,), name="welcome", daemon=True).start()
+
+    def _welcome(self, connection: socket.socket) -> None:
+        """Let a follower in; a stranger is let go without a word."""
+        link = Link(connection)
+        try:
+            hello = link.receive(HELLO_SECONDS, LARGEST_HELLO)
+            if hello is None or not hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode()):
+                link.send("refused", reason="this is another job's lead")
+                link.close()
+                return
+            rank = int(hello["rank"])
+            ours = {name: version(name) for name in ("shardlab", "torch")}
+            reason = None
+            with self._changed:
+                if rank in self._followers or not 0 < rank < self.job.ranks:
+                    reason = (
+                        f"there is a rank {rank} already" if rank in self._followers else f"there is no rank {rank}"
+                    )
+                elif hello["versions"] != ours:
+                    reason = f"its versions are {hello['versions']}, the lead's {ours}; install the same on all hosts"
+                if reason is None:
+                    link.send("welcome")
+                    self._followers[rank] = _Follower(rank, hello, link)
+                    self._changed.notify_all()
+            if reason is not None:
+                link.send("refused", reason=reason)
+                link.close()
+                return
+        except (OSError, EOFError, WireError, KeyError, TypeError, ValueError):
+            link.close()
+            return
+        follower = self._followers[rank]
+        link.attend(
+            lambda m: self._hear(follower, m), lambda *what: self._miss(follower, *what), lambda: self._patience
+        )
+
+    def _hear(self, follower: _Follower, message: Message) -> None:
+        """Take in a message; in the thread of that follower's connection."""
+        with self._changed:
+            remote = follower.remote
+            match message["kind"]:
+                case "answer":
+                    follower.answer = message
+                case "finished" | "failed" if remote is not None:
+                    same_clock = follower.facts["machine"] == self._facts["machine"]
+                    remote.say(from_message(message, same_clock=same_clock))
+                case "exit" if remote is not None:
+                    remote.end(int(message["code"]))
+                    follower.remote = None
+                case "signal" if message["number"] in HANDLED:
+                    os.kill(os.getpid(), int(message["number"]))  # what is done to one process is done to the job
+            self._changed.notify_all()
+
+    def _miss(self, follower: _Follower, why: str, since: float) -> None:
+        with self._changed:
+            follower.lost, follower.since = why, since
+            _lose(follower)
+            self._changed.notify_all()
+
+    def _send(self, follower: _Follower, kind: str, **values: Any) -> None:
+        with contextlib.suppress(OSError):  # the thread that reads will say that it is lost
+            follower.link.send(kind, **values)
+
+    def _ask(self, kind: str, seconds: float | None, **values: Any) -> None:
+        """Ask all followers and wait for what they say. seconds: None for as long as they are there."""
+        self._wait_for_all(JOIN_SECONDS)
+        followers = list(self._followers.values())
+        for follower in followers:
+            follower.answer = None
+            self._send(follower, kind, **values)
+
+        def settled() -> bool:
+            answers = [each.answer for each in followers]
+            return all(answers) or any(answer and answer["reason"] for answer in answers) or self._lost() is not None
+
+        with self._changed:
+            in_time = self._changed.wait_for(settled, seconds)
+        self._refuse_lost()
+        for follower in followers:
+            if follower.answer is not None and follower.answer["reason"] is not None:
+                if follower.answer["mendable"]:
+                    raise ShardlabError(str(follower.answer["reason"]))
+                raise RuntimeError(str(follower.answer["reason"]))
+        if not in_time:
+            silent = next(each for each in followers if each.answer is None)
+            raise ShardlabError(f"{silent.name} has not answered within {seconds:.0f} s whether it sees the run folder")
+
+    def _wait_for_all(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._followers) == self.job.ranks - 1, seconds)
+            missing = [rank for rank in range(1, self.job.ranks) if rank not in self._followers]
+        if missing:
+            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            raise ShardlabError(
+                f"of {self.job.ranks} processes these have not joined within {seconds:.0f} s: rank {shown}; start the "
+                "same command on every host, and let the hosts reach each other's ports"
+            )
+        self._refuse_lost()
+
+    def _lost(self) -> _Follower | None:
+        return next((each for each in self._followers.values() if each.lost is not None), None)
+
+    def _refuse_lost(self) -> None:
+        if (lost := self._lost()) is not None:
+            raise ShardlabError(f"{lost.name} is lost: {lost.lost}; start the job again")
+
+    def _places(self) -> list[dict[str, Any]]:
+        """The facts of every rank's launcher, by rank."""
+        return [self._facts, *(self._followers[rank].facts for rank in range(1, self.job.ranks))]
+
+    def _sharing(self, facts: dict[str, Any]) -> int:
+        """How many launchers of the same host may use the same cores; Slurm may have given each its own."""
+        same = [each for each in self._places() if each["machine"] == facts["machine"]]
+        return sum(not set(facts["cores"]).isdisjoint(each["cores"]) for each in same)
+
+    def _gpu(self, rank: int) -> int:
+        """Which of the GPUs that it is shown a rank takes: they are dealt out among those that are shown the same."""
+        places = self._places()
+        key = (places[rank]["machine"], places[rank]["shown"])
+        local_rank = self.job.local_rank if rank == 0 else places[rank]["local_rank"]
+        same_host = sum(each["machine"] == key[0] for each in places)
+        alike = Counter((each["machine"], each["shown"]) for each in places)[key]
+        if local_rank is not None and alike == same_host:
+            return int(local_rank)
+        return sum((each["machine"], each["shown"]) == key for each in places[:rank])
+
+    def _one_host(self) -> bool:
+        return len({each["machine"] for each in self._places()}) == 1
+
+    def _here(self) -> str | None:
+        """The interface by which followers of other hosts reach this one."""
+        others = [each for each in self._followers.values() if each.facts["machine"] != self._facts["machine"]]
+        reached = [address for each in others if not is_loopback(address := each.link.here)]
+        return interface_of(reached[0]) if reached else None
+
+
+def _lose(follower: _Follower) -> None:
+    """Its rank counts as ended: it ends by itself, and nothing more can be learned of it."""
+    if follower.remote is not None:
+        follower.remote.say(Lost(follower.since, -signal.SIGKILL, str(follower.facts["host"]), str(follower.lost)))
+        follower.remote.end(-signal.SIGKILL)
+        follower.remote = None
+
+
+@contextlib.contextmanager
+def connect(job: Job) -> Iterator[Lead]:
+    """Lead the job for as long as the context lasts; the followers leave with its end.
+
+    The exit status that they leave with follows from what ends the context; see `ended`.
+    """
+    with Signals() as signals:  # one that comes outside a run must not keep the others from being told
+        with signals.raising():
+            lead = Lead(job, *open_meeting(job))
+        try:
+            with signals.raising():
+                yield lead
+        except BaseException as error:
+            lead.over(ended(error), INTERRUPTED_SECONDS if signals.received else FAREWELL_SECONDS)
+            raise
+        lead.over(lead.status, FAREWELL_SECONDS)
+
+
+def ended(error: BaseException) -> int:
+    """The exit status of a command that an exception ends, as cli.py gives it."""
+    if isinstance(error, ShardlabError):
+        return 2
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    return 1
