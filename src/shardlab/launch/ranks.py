@@ -106,13 +106,14 @@ class RanksFailed(Exception):  # noqa: N818 - it says what happened
 
 @dataclass
 class _Crew:
-    """The started ranks, by number, and what is known of each."""
+    """The started ranks, by number, and what is known of each. elsewhere: those of other launchers."""
 
     processes: dict[int, Process] = field(default_factory=dict)
     pipes: "dict[int, Pipe[Any, Any]]" = field(default_factory=dict)
     finished: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     deaths: dict[int, Death] = field(default_factory=dict)
+    elsewhere: set[int] = field(default_factory=set)
 
 
 def run_ranks(
@@ -144,6 +145,8 @@ def run_ranks(
                 for rank in range(ranks):
                     place = Place(rank, ranks, f"file://{meeting}/ranks")
                     crew.processes[rank], crew.pipes[rank] = (start or start_rank)(place, orders)
+                    if crew.processes[rank].pid is None:
+                        crew.elsewhere.add(rank)
             _watch(crew, signals, poll)
         finally:
             _end(crew)
@@ -244,7 +247,7 @@ def _check(crew: _Crew, signals: Signals) -> None:
     torchrun ends all launchers of a host when one of them has gone: that one is the cause then, not the signal.
     """
     if signals.received is not None:
-        deadline = time.monotonic() + LOST_SECONDS if any(each.pid is None for each in crew.processes.values()) else 0.0
+        deadline = time.monotonic() + LOST_SECONDS if crew.elsewhere else 0.0
         while not _has_lost(crew) and crew.pipes and (left := deadline - time.monotonic()) > 0:
             wait([*crew.pipes.values()], left)
             for rank in list(crew.pipes):
@@ -314,7 +317,7 @@ def _end(crew: _Crew) -> None:
         if process.exitcode is None:
             process.kill()
             process.join()
-    for rank in [rank for rank, process in crew.processes.items() if process.pid is None]:
+    for rank in crew.elsewhere:
         _listen(crew, rank)  # that its launcher is lost may show only now, after the others have failed of it
     for pipe in crew.pipes.values():
         pipe.close()
