@@ -242,7 +242,7 @@ def test_a_cut_cable_ends_the_run_on_both_hosts_and_each_names_the_other(
     assert record.status == "FAILED"
     assert record.reason is not None
     assert record.reason.startswith("rank 1 on host-b is lost: "), record.reason
-    assert lines(launchers[1], "rank 1 on host-b: the lead (rank 0, 10.231.17.1:29500) is lost: "), _outputs(launchers)
+    assert lines(launchers[1], "rank 1 on host-b: the lead (rank 0 on 10.231.17.1) is lost: "), _outputs(launchers)
 
 
 def start_on(hosts: Any, host: int, folder: Path, *words: str) -> Launcher:

@@ -214,7 +214,6 @@ class _Follower:
                 self.pipe.close()
                 self.pipe = None
         elif exitcode is not None:
-            self._send("exit", code=exitcode)
             self._end_rank()
 
     def _send(self, kind: str, **values: Any) -> None:
@@ -222,6 +221,7 @@ class _Follower:
             self.link.send(kind, **values)
 
     def _end_rank(self) -> None:
+        """End the rank if it is there, and tell the lead that it has ended."""
         if self.process is None:
             return
         if self.process.exitcode is None:
@@ -230,6 +230,7 @@ class _Follower:
         if self.process.exitcode is None:
             self.process.kill()
             self.process.join()
+        self._send("exit", code=self.process.exitcode)
         self.process.close()
         if self.pipe is not None:
             self.pipe.close()
