@@ -10,27 +10,21 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from shardlab import __version__
 from shardlab.completion import complete
-from shardlab.config import check
 from shardlab.config.complaint import complaint, nearest
 from shardlab.config.compose import COMPOSITION_ERRORS, PACKAGE, VERSION_BASE, composing, to_config
 from shardlab.config.overrides import check_folders, check_overrides
 from shardlab.config.room import with_ranks
 from shardlab.errors import ShardlabError
-from shardlab.launch.jobs import Jobs, OneJob, SweepJobs, new_folders, remove_empty
-from shardlab.launch.signals import Signals
-from shardlab.parallel.mesh import mesh_of
+from shardlab.launch.jobs import Jobs, OneJob
 
 if TYPE_CHECKING:
     from shardlab.cluster.lead import Lead
@@ -49,24 +43,29 @@ def train(words: list[str], lead: "Lead | None" = None) -> int:
         flags.overrides = with_ranks(flags.overrides, lead.job.ranks)
     if flags.shell_completion:
         query = [word for word in flags.overrides if word.startswith("query=")]
-        return complete(query[0], lambda argv: _call(argv, OneJob())) if query else _call(words, OneJob())
+        return complete(query[0], lambda argv: _one(argv, OneJob())) if query else _one(words, OneJob())
     if flags.hydra_help or flags.info:
-        return _call([*flags.overrides, *rest], OneJob())
+        return _one([*flags.overrides, *rest], OneJob())
 
-    sweep = flags.multirun or any(word.upper() == "HYDRA.MODE=MULTIRUN" for word in flags.overrides)
-    parsed = check_overrides(flags.overrides, sweep=sweep)
-    check_folders(flags.config_dir, parsed)
     compose: dict[str, Any] = {"config_name": flags.config_name or "config", "config_dir": flags.config_dir}
-    if sweep and not flags.help:
-        return _sweep(words, flags.overrides, rest, compose, lead)
+    sweeps = flags.multirun or is_multirun(flags.overrides, compose)
+    parsed = check_overrides(flags.overrides, sweep=sweeps)
+    check_folders(flags.config_dir, parsed)
+    if sweeps and not flags.help and not flags.cfg:
+        from shardlab.sweeps.app import sweep
+
+        def call(folder: str, jobs: Jobs) -> None:
+            _call([*flags.overrides, f"hydra.sweep.dir={quoted(folder)}", *rest], jobs, words)
+
+        return sweep(words, flags.overrides, compose, call, lead)
     if not flags.help:
         with composing(flags.overrides, **compose) as cfg:
             run_dir = str(cfg.hydra.run.dir)
             if flags.cfg in ("job", "all"):
                 to_config(cfg)  # Hydra would show a key that doesn't exist without a word
     if flags.help or flags.cfg:
-        return _call([*flags.overrides, *rest], OneJob())
-    return _call([*flags.overrides, f"hydra.run.dir={quoted(run_dir)}", *rest], OneJob(run_dir, lead), words)
+        return _one([*flags.overrides, *rest], OneJob())
+    return _one([*flags.overrides, f"hydra.run.dir={quoted(run_dir)}", *rest], OneJob(run_dir, lead), words)
 
 
 def read_words(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -107,55 +106,17 @@ def read_words(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, rest
 
 
-def _sweep(
-    words: list[str], overrides: list[str], rest: list[str], compose: dict[str, Any], lead: "Lead | None"
-) -> int:
-    """Run each combination. The folder is fixed beforehand, so that a sweep that cannot be composed leaves none."""
-    from shardlab.launch.folder import MULTIRUN, refuse_used_sweep
-    from shardlab.launch.sweep import Sweep
-    from shardlab.tracking.sweep_parent import SWEEP
-
-    with composing(overrides, sweep=True, **compose) as cfg:
-        folder = Path(cfg.hydra.sweep.dir)
-        loader = GlobalHydra.instance().config_loader()  # it knows the names that a glob stands for
-        parsed = OverridesParser.create(loader).parse_overrides(overrides)
-        jobs_overrides = BasicSweeper.split_arguments(parsed, None)[0] if check.visible_gpus() else []
-    refuse_used_sweep(folder)
-    varied = [override.key_or_group for override in parsed if override.is_sweep_override()]
-    parent = Sweep(folder, ["shardlab", "train", *words])
-    jobs = SweepJobs(folder, varied, _most_ranks(jobs_overrides, compose), parent, lead)
-    new, interrupted = new_folders(folder), True
-    with Signals() as signals:
-        try:
-            with signals.raising():
-                status = _call([*overrides, f"hydra.sweep.dir={quoted(str(folder))}", *rest], jobs, words)
-            interrupted = False
-        except Exception:
-            interrupted = False
-            raise
-        finally:
-            if parent.begun:
-                seen = signals.count
-                refused = sum(row.status == "refused" for row in jobs.rows)
-                parent.finish(interrupted=interrupted, refused=refused, give_up=lambda: signals.count > seen)
-            elif not (folder / SWEEP).exists():  # else another command's sweep is at home there
-                (folder / MULTIRUN).unlink(missing_ok=True)
-                remove_empty(new)
-    signals.check()  # one that came while the end was being written
-    return status
-
-
-def _most_ranks(jobs: list[list[str]], compose: dict[str, Any]) -> int:
-    """The most ranks that any job of a sweep uses; `auto` takes the GPUs only if all jobs fit. jobs: overrides of each.
-
-    Each is composed, for an experiment may choose the strategy. One that cannot be will be refused, and needs none.
-    """
-    most = 1
-    for overrides in jobs:
-        with contextlib.suppress(ShardlabError), composing(overrides, **compose) as cfg:
-            config = to_config(cfg)
-            most = max(most, mesh_of(config.strategy).ranks)
-    return most
+def is_multirun(overrides: list[str], compose: dict[str, Any]) -> bool:
+    """Whether the config itself asks for a sweep: an override does, or an experiment or a primary config of the
+    user's by `hydra.mode: MULTIRUN`."""
+    if any(word.upper() == "HYDRA.MODE=MULTIRUN" for word in overrides):
+        return True
+    chosen = any(word.lstrip("+").startswith("experiment=") for word in overrides)
+    if not chosen and compose["config_dir"] is None:
+        return False  # no file that could ask, so nothing is composed for it
+    with contextlib.suppress(ShardlabError), composing(overrides, sweep=True, **compose) as cfg:
+        return cfg.hydra.mode is RunMode.MULTIRUN
+    return False
 
 
 def quoted(text: str) -> str:
@@ -163,17 +124,23 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _call(argv: list[str], jobs: Jobs, words: list[str] | None = None) -> int:
+def _one(argv: list[str], job: OneJob, words: list[str] | None = None) -> int:
+    """Call Hydra's application for one job, or for one of Hydra's own answers; returns the exit status."""
+    _call(argv, job, words)
+    return job.status()
+
+
+def _call(argv: list[str], jobs: Jobs, words: list[str] | None = None) -> None:
     """Call Hydra's application with argv. jobs: what it is to run; words: what the user wrote, for their records."""
 
-    @hydra.main(config_path=f"pkg://{PACKAGE}", config_name="config", version_base=VERSION_BASE)
-    def application(cfg: DictConfig) -> float | None:
+    def application(cfg: DictConfig) -> Any:
         sys.argv = ["shardlab", "train", *(words or [])]
         return jobs.run(cfg)
 
+    vars(application)["jobs"] = jobs  # where hydra/launcher=shardlab finds them
     with _process_state(argv):
         try:
-            application()
+            hydra.main(config_path=f"pkg://{PACKAGE}", config_name="config", version_base=VERSION_BASE)(application)()
         except COMPOSITION_ERRORS as error:
             if jobs.started or isinstance(error, BrokenPipeError):
                 raise
@@ -181,7 +148,6 @@ def _call(argv: list[str], jobs: Jobs, words: list[str] | None = None) -> int:
         except SystemExit as end:  # Hydra leaves so after --help
             if end.code not in (0, None):
                 raise
-    return jobs.status()
 
 
 @contextlib.contextmanager

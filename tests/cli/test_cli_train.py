@@ -71,11 +71,11 @@ def test_a_sweep_goes_on_past_a_failed_job_and_ends_with_1(monkeypatch, capfd):
     from shardlab.launch import jobs
     from shardlab.launch import run as launch
 
-    def run(composed, *, sweep=None, hydra=None):
+    def run(composed, *, job=None, hydra=None):
         """The launcher, of which every second job is broken by a bug of ours."""
         if composed.config.seed == 2:
             raise RuntimeError("a bug")
-        return real(composed, sweep=sweep, hydra=hydra)
+        return real(composed, job=job, hydra=hydra)
 
     real = launch.run
     monkeypatch.setattr(launch, "run", run)
@@ -126,7 +126,7 @@ def test_a_sweep_takes_the_gpus_if_every_job_fits(words, devices, monkeypatch):
     from shardlab.cli import main
     from shardlab.launch import run as launch
 
-    def run(composed, *, sweep=None, hydra=None):
+    def run(composed, *, job=None, hydra=None):
         taken.append(composed.config.runtime.device.name)
         raise ShardlabError("enough seen")
 
@@ -145,7 +145,7 @@ def test_interrupt_ends_the_whole_sweep(monkeypatch, capfd):
 
     seeds = []
 
-    def run(composed, *, sweep=None, hydra=None):
+    def run(composed, *, job=None, hydra=None):
         seeds.append(composed.config.seed)
         raise KeyboardInterrupt
 

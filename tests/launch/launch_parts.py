@@ -4,9 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardlab.launch.sweep import Sweep
+
 from shardlab.config.compose import Composed, compose
 from shardlab.config.schema import Task
 from shardlab.data.prepared import Meta
+from shardlab.launch.job import Job
 
 FINGERPRINT = "0123456789abcdef"
 
@@ -18,6 +21,11 @@ def stand_in(module: Any) -> None:
     Meta("pydoc", Task.language_model, 5, 0, {"train": 9999}, fingerprint=FINGERPRINT).write(data)
     module.TRAIN_RANK = "launch_faults:record"
     module.prepare = lambda config, global_batch: data
+
+
+def job_of(sweep: Sweep, number: int, what: str = "") -> Job:
+    """A job of the sweep, as SweepJobs makes it."""
+    return Job(number, what, sweep.folder, sweep.begin)
 
 
 def composed(fault: str = "none", *overrides: str) -> Composed:

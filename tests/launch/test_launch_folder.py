@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_parts import composed, stand_in
+from launch_parts import composed, job_of, stand_in
+from shardlab.launch.sweep import Sweep
 
 from shardlab.cli import main
+from shardlab.config.compose import compose
 from shardlab.errors import ShardlabError
 from shardlab.launch import folder as folder_module
 from shardlab.launch import run as run_module
+from shardlab.launch.folder import run_name
 from shardlab.launch.new_folder import new_folders
 from shardlab.launch.run import RunFailed, run
-from shardlab.launch.sweep import Sweep
+from shardlab.tracking.provenance import launcher
 from shardlab.tracking.record import EventLog
 
 
@@ -86,7 +89,8 @@ def test_a_disk_that_is_full_at_the_end_fails_the_run(
 
 def test_of_two_sweeps_at_once_in_one_folder_the_second_is_refused() -> None:
     first, second = (Sweep(Path("sweep"), ["shardlab", "train", "-m", f"seed={seed},9"]) for seed in (1, 2))
-    assert first.begin() == first.begin()
+    first.begin()
+    first.begin()
     with pytest.raises(ShardlabError, match=r"hydra\.sweep\.dir=\S+ holds another sweep"):
         second.begin()
     assert not second.begun
@@ -99,6 +103,41 @@ def test_a_sweep_on_a_full_disk_still_ends(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("shardlab.tracking.sweep_parent.write_sweep", full)
     assert sweep.finish() == "FINISHED"
     assert "the sweep's end can't be written: No space" in capsys.readouterr().err
+
+
+NAMES = [
+    # overrides of the config                    those that are the job's own                  name
+    (["strategy=ddp", "seed=2"], "", "tiny-ddp2-s2"),
+    (["strategy=ddp", "seed=2"], "strategy=ddp seed=2 ranks=2", "tiny-ddp2-s2"),
+    (["strategy=pipeline_naive"], "strategy=pipeline_naive model=tiny", "tiny-pipeline2-naive-s1"),
+    (["strategy=pipeline"], "strategy=mine model=wide", "tiny-pipeline2-s1 strategy=mine model=wide"),
+    (["strategy=hybrid"], "strategy.tensor=2 ++strategy.pipeline=2", "tiny-pipeline2-tensor2-s1"),
+    (
+        [],
+        "optimizer.lr=0.1 +optimizer.kwargs.betas=[0.9, 0.95]",
+        "tiny-single-s1 optimizer.lr=0.1 +optimizer.kwargs.betas=[0.9, 0.95]",
+    ),
+    (["tracking.run_name=mine"], "seed=2 optimizer.lr=0.1", "mine seed=2 optimizer.lr=0.1"),
+    (["tracking.run_name=mine"], "tracking.run_name=mine", "mine"),
+    ([], "tracking.uri=http://me:secret@host", "tiny-single-s1 tracking.uri=http://host"),
+    ([], f"dataset.path={'x' * 300}", f"tiny-single-s1 dataset.path={'x' * 219}..."),
+]
+
+
+@pytest.mark.parametrize(("overrides", "own", "name"), NAMES)
+def test_a_jobs_name_says_what_is_its_own_once(overrides: list[str], own: str, name: str) -> None:
+    assert run_name(compose(overrides).config, own) == name
+
+
+def test_provenance_says_which_job_of_which_sweep_a_run_is() -> None:
+    sweep = Sweep(Path("sweep"), ["shardlab"])
+    made = composed("none", "run_dir=sweep/3", "optimizer.lr=0.1")
+    record = run(made, job=job_of(sweep, 3, "optimizer.lr=0.1"))
+    about = record.provenance
+    assert (about["sweep"], about["job"], about["own_overrides"]) == (str(sweep.folder), 3, "optimizer.lr=0.1")
+    assert about["config_hash"] == made.hash
+    assert {key: about[key] for key in launcher()} == launcher()
+    assert record.name == "none-ddp2-s1 optimizer.lr=0.1"
 
 
 def test_the_folders_to_be_made_are_those_that_are_not_there(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ REFUSED = [
     (["strategy=ddp", "ranks=3"], "the config has ranks=3, and this job has 2 processes (WORLD_SIZE=2); set ranks=2"),
     ([], "strategy=single trains on one rank, and this job has 2 processes (WORLD_SIZE=2); strategy=ddp, pipeline"),
     (["strategy=hybrid"], "the axes of strategy=hybrid make 4 ranks, but ranks=2; set ranks=4"),
-    (["strategy=ddp", "sweep.parallel=2"], "sweep.parallel=1 would do"),
+    (["-m", "strategy=ddp", "seed=1,2", "sweep.parallel=2"], "each run takes them all; sweep.parallel=1 would do"),
 ]
 
 

@@ -7,19 +7,24 @@ import json
 import logging
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_parts import FINGERPRINT, composed, stand_in
+from launch_parts import FINGERPRINT, composed, job_of, stand_in
 from launch_processes import Launcher
+from shardlab.launch.sweep import Sweep
 
 from shardlab.errors import ShardlabError
 from shardlab.launch import run as run_module
 from shardlab.launch.run import RunFailed, run
-from shardlab.launch.sweep import Sweep
 from shardlab.tracking.mlflow_sink import sync
-from shardlab.tracking.record import EventLog
+from shardlab.tracking.points import launcher_of
+from shardlab.tracking.provenance import launcher
+from shardlab.tracking.record import EventLog, RunRecord
+from shardlab.tracking.store import Store
+from shardlab.tracking.sweep_parent import end_sweep, ship_sweep
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +101,11 @@ def test_a_finished_run_is_shown_whole_and_shipping_again_adds_nothing(
     assert found.data.tags["shardlab.parameters"] == "9"
     assert found.data.tags["mlflow.user"]
     assert found.data.tags["mlflow.source.name"]
+    assert found.data.tags["mlflow.source.type"] == "LOCAL"
+    assert found.data.tags["shardlab.folder"] == str(Path("run").absolute())
+    assert found.data.tags["shardlab.config_hash"] == record.provenance["config_hash"]
+    assert launcher_of(found.data.tags) == {key: str(value) for key, value in launcher().items()}
+    assert not {"shardlab.job", "shardlab.overrides"} & found.data.tags.keys()
     [data] = found.inputs.dataset_inputs
     assert (data.dataset.name, data.dataset.digest) == ("pydoc", FINGERPRINT)
     files = {file.path for file in client.list_artifacts(found.info.run_id)}
@@ -113,15 +123,27 @@ def test_a_failed_run_is_shown_as_failed_with_its_logs(store: str) -> None:
 
 
 def test_a_sweep_is_a_parent_over_its_jobs_with_their_summary(store: str) -> None:
-    sweep = Sweep(Path("sweeps/a"), ["shardlab", "train", "-m", "seed=1,2"])
-    run(composed("none", *tracked(store, "job0"), "run_dir=sweeps/a/0"), sweep=sweep)
+    sweep = Sweep(Path("sweeps/a"), ["shardlab", "train", "-m", "seed=1,2"], ["seed=1,2"])
+    run(composed("none", *tracked(store, "job"), "run_dir=sweeps/a/0"), job=job_of(sweep, 0, "seed=1"))
     with pytest.raises(RunFailed):
-        run(composed("leave", *tracked(store, "job1"), "run_dir=sweeps/a/1"), sweep=sweep)
+        run(composed("leave", *tracked(store, "job"), "run_dir=sweeps/a/1"), job=job_of(sweep, 1, "seed=2"))
+    assert shown(store)["sweep a"].info.status == "RUNNING"
     assert sweep.finish(refused=1) == "FAILED"
     runs = shown(store)
     parent = runs["sweep a"]
     assert parent.info.status == "FAILED"
-    assert {runs[job].data.tags["mlflow.parentRunId"] for job in ("job0", "job1")} == {parent.info.run_id}
+    for number, own in enumerate(["seed=1", "seed=2"]):
+        tags = runs[f"job {own}"].data.tags
+        assert tags["mlflow.parentRunId"] == parent.info.run_id
+        assert (tags["shardlab.job"], tags["shardlab.overrides"]) == (str(number), own)
+    tags = parent.data.tags
+    assert (tags["shardlab.command"], tags["shardlab.space"]) == ("shardlab train -m seed=1,2", "seed=1,2")
+    assert (tags["mlflow.source.name"], tags["mlflow.source.type"]) == ("shardlab train -m seed=1,2", "LOCAL")
+    assert tags["mlflow.user"]
+    assert tags["shardlab.folder"] == str(Path("sweeps/a").absolute())
+    assert launcher_of(tags) == {key: str(value) for key, value in launcher().items()}
+    [data] = parent.inputs.dataset_inputs  # one, though both jobs have said so
+    assert (data.dataset.name, data.dataset.digest) == ("pydoc", FINGERPRINT)
     assert parent.data.metrics == {
         "sweep/jobs_finished": 1,
         "sweep/jobs_failed": 1,
@@ -130,13 +152,57 @@ def test_a_sweep_is_a_parent_over_its_jobs_with_their_summary(store: str) -> Non
     }
 
 
+def test_a_resumed_sweep_runs_again_and_its_end_shows_the_best_job_and_the_pictures(store: str) -> None:
+    sweep, where = Sweep(Path("sweeps/c"), ["shardlab"]), Store(store, "e")
+    client, _ = client_of(store)
+    for attempt in range(2):
+        run(composed("none", *tracked(store, "tried"), f"run_dir=sweeps/c/{attempt}"), job=job_of(sweep, attempt))
+        parent = shown(store)["sweep c"]
+        assert parent.info.status == "RUNNING"
+        for name in ["sweep.csv", "parallel.png"][: attempt + 1]:
+            (sweep.folder / name).touch()
+        [found] = end_sweep(sweep.folder, "KILLED", {"sweep/best": 2.0 - attempt}, {"shardlab.best_job": str(attempt)})
+        assert found == where
+        assert ship_sweep(sweep.folder, where) == parent.info.run_id
+        parent = shown(store)["sweep c"]
+        assert (parent.info.status, parent.data.metrics) == ("KILLED", {"sweep/best": 2.0 - attempt})
+        best = client.get_run(parent.data.tags["shardlab.best_run"])
+        assert best.data.tags["shardlab.job"] == parent.data.tags["shardlab.best_job"] == str(attempt)
+    files = {file.path for file in client.list_artifacts(parent.info.run_id)}
+    assert files == {"sweep.csv", "parallel.png"}
+
+
+def test_jobs_at_the_same_time_have_one_parent(store: str) -> None:
+    """Threads of one process, each with its own sink."""
+    sweep = Sweep(Path("sweeps/d"), ["shardlab"])
+    records: list[RunRecord] = []
+
+    def work(number: int) -> None:
+        records.append(run(made[number], job=job_of(sweep, number)))
+
+    made = [composed("none", *tracked(store, f"at once {n}"), f"run_dir=sweeps/d/{n}") for n in range(3)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [record.status for record in records] == ["FINISHED"] * 3
+    client, number = client_of(store)
+    found = client.search_runs([number], "attributes.run_name LIKE 'at once %'")
+    assert {(run.info.status, len(client.get_metric_history(run.info.run_id, "train/loss"))) for run in found} == {
+        ("FINISHED", 4)
+    }
+    [parent] = {run.data.tags["mlflow.parentRunId"] for run in found}
+    assert [run.info.run_id for run in client.search_runs([number], "attributes.run_name = 'sweep d'")] == [parent]
+
+
 def test_a_dead_server_costs_one_warning_and_sync_ships_all_later(
     store: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     dead = "http://me:secret@127.0.0.1:9"
     sweep = Sweep(Path("sweeps/b"), ["shardlab"])
-    record = run(composed("none", *tracked(dead, "later"), "run_dir=sweeps/b/0"), sweep=sweep)
+    record = run(composed("none", *tracked(dead, "later"), "run_dir=sweeps/b/0"), job=job_of(sweep, 0))
     assert sweep.finish() == "FINISHED"
     said = capfd.readouterr()
     [warning] = [line for line in said.err.splitlines() if not line.startswith("later: ")]

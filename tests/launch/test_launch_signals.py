@@ -51,7 +51,7 @@ def test_a_signal_leaves_no_process(
 def test_a_signal_ends_the_wait_for_the_fork_server(tmp_path: Path) -> None:
     """The import of torch takes seconds, in which Ctrl-C must not seem dead."""
     (tmp_path / "slow_import.py").write_text("import time; open('importing', 'w').close(); time.sleep(30)")
-    code = f"import shardlab.launch.ranks as ranks; ranks.PRELOAD = ['slow_import']\n{CODE}"
+    code = f"import shardlab.launch.fork_server as fork_server; fork_server.PRELOAD = ['slow_import']\n{CODE}"
     launcher = Launcher(f"import os; os.environ['PYTHONPATH'] += ':{tmp_path}'\n{code}", tmp_path, "none")
     try:
         assert wait_until((tmp_path / "importing").exists)

@@ -5,12 +5,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from launch_parts import composed, stand_in
+from launch_parts import composed, job_of, stand_in
 from launch_processes import Launcher
+from shardlab.launch.sweep import Sweep
 
 from shardlab.launch import run as run_module
 from shardlab.launch import sweep as sweep_module
-from shardlab.launch.sweep import Sweep
 from shardlab.tracking.store import Store
 
 CODE = """
@@ -65,7 +65,7 @@ def test_a_signal_ends_the_wait_for_a_slow_server(
         monkeypatch.setattr(run_module, name, getattr(run_module, name))
     stand_in(run_module)
     sweep, answered = Sweep(Path("all"), ["shardlab"]), threading.Event()
-    run_module.run(composed("none", "run_dir=all/0"), sweep=sweep)
+    run_module.run(composed("none", "run_dir=all/0"), job=job_of(sweep, 0))
     monkeypatch.setattr(sweep_module, "SINK_SECONDS", 120)
     monkeypatch.setattr(sweep_module, "end_sweep", lambda *_: [Store("http://slow", "e")])
     monkeypatch.setattr(sweep_module, "ship_sweep", lambda *_: answered.wait(20))

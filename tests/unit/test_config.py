@@ -9,7 +9,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from shardlab.config.check import check, settle, visible_gpus
+from shardlab.config.check import Share, check, gpu_names, settle
 from shardlab.config.compose import compose, composing, config_yaml, to_config
 from shardlab.config.optimizers import optimizers
 from shardlab.config.overrides import GROUPS, packaged_choices
@@ -132,9 +132,9 @@ DEVICES = [
 
 
 @pytest.mark.parametrize(("asked", "gpus", "largest", "taken", "note"), DEVICES)
-def test_auto_takes_gpus_only_if_every_job_fits(asked, gpus, largest, taken, note, monkeypatch):
-    monkeypatch.setattr("shardlab.config.check.visible_gpus", lambda: gpus)
-    composed, notes = settle(compose(["strategy=ddp", "ranks=2", f"runtime.device={asked}"]), largest_ranks=largest)
+def test_auto_takes_gpus_only_if_every_job_fits(asked, gpus, largest, taken, note):
+    asked_for = compose(["strategy=ddp", "ranks=2", f"runtime.device={asked}"])
+    composed, notes = settle(asked_for, Share(cores=2, gpus=gpus, ranks=largest))
     assert composed.config.runtime.device is Device(taken)
     assert bool(notes) == note
 
@@ -164,7 +164,7 @@ def test_gpus_are_counted_without_torch(files, built_for, shown, visible, monkey
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    assert visible_gpus.__wrapped__() == visible
+    assert len(gpu_names.__wrapped__()) == visible
 
 
 REFUSED = [

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from shardlab.errors import ShardlabError
-from shardlab.tracking.mlflow_sink import Shipper, where_to_look
+from shardlab.tracking.mlflow_sink import where_to_look
 from shardlab.tracking.record import EventLog, RunRecord, Tail, find_run, read_events
+from shardlab.tracking.shipper import Shipper
 from shardlab.tracking.store import Store
 
 
@@ -78,6 +79,7 @@ HOLDING = [
         [{"event": "eval", "split": "val", "step": 1}, {"event": "eval", "split": "test", "step": 1}],
         [("eval", 1), ("eval", 1)],
     ),
+    ([step(1), {"event": "pruned", "step": 1}, {"event": "resume", "step": 1}], [("step", 1), ("resume", 1)]),
     ([{"event": "rank", "rank": 0}, {"event": "rank", "rank": 1}], [("rank", None), ("rank", None)]),
 ]
 
@@ -138,6 +140,66 @@ def test_a_record_says_what_the_run_was(tmp_path: Path) -> None:
     assert record.evals("test") == []
     assert record.peak_memory == {0: 7, 1: 9}
     assert record.start["total_steps"] == 5
+
+
+def evaluation(step: int, split: str = "val", **values: float) -> dict[str, Any]:
+    return {"event": "eval", "split": split, "step": step, **values}
+
+
+VALUES = [
+    # objective            evaluations                                           value
+    ("val/loss", [{"loss": 3.0}, {"loss": 2.0}, {"loss": 2.5}], 2.0),
+    ("val/accuracy", [{"accuracy": 0.25}, {"accuracy": 0.5}, {"accuracy": 0.0}], 0.5),
+    ("val/perplexity", [{"perplexity": math.nan}, {"perplexity": math.inf}, {"perplexity": 9.0}], 9.0),
+    ("val/loss", [{"loss": math.nan}], math.nan),
+    ("val/f1", [{"loss": 1.0}], None),
+    ("val/loss", [], None),
+    ("train/loss", [], 6.0),
+    ("perf/tokens_per_s", [], 200.0),
+    ("perf/peak_memory", [], 9.0),
+]
+
+
+@pytest.mark.parametrize(("name", "evaluations", "value"), VALUES)
+def test_an_objective_is_the_best_that_the_run_reached(
+    tmp_path: Path, name: str, evaluations: list[dict[str, float]], value: float | None
+) -> None:
+    folder = make_run(tmp_path / "run", "a1", "tiny-single-s1")
+    assert RunRecord.load(folder).value(name) is None
+    rates = [1, 1, 100, 300, 200]
+    write(
+        folder / "events.jsonl",
+        *[step(n, loss=7.0 - n / 5, tokens=rate, seconds=1.0) for n, rate in enumerate(rates, 1)],
+        *[evaluation(step=n, **each) for n, each in enumerate(evaluations)],
+        evaluation(step=9, split="test", loss=0.1, accuracy=0.9),  # the test split is not to choose by
+        {"event": "rank", "rank": 0, "peak_memory": 9},
+    )
+    write(folder / "rank-1.jsonl", {"event": "rank", "rank": 1, "peak_memory": 7})
+    assert repr(RunRecord.load(folder).value(name)) == repr(value)
+
+
+def test_what_is_no_objective_has_no_value(tmp_path: Path) -> None:
+    record = RunRecord.load(make_run(tmp_path / "run", "a1", "tiny-single-s1"))
+    for name in ("test/loss", "val/los"):
+        with pytest.raises(KeyError):
+            record.value(name)
+
+
+def test_a_run_that_a_sweeper_ended_early_says_at_which_step(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", "a1", "tiny-single-s1")
+    assert RunRecord.load(folder).pruned is None
+    write(folder / "events.jsonl", step(3), {"event": "pruned", "step": 3}, {"event": "end", "status": "FINISHED"})
+    assert RunRecord.load(folder).pruned == 3
+
+
+def test_a_record_is_written_alone_only_while_nobody_has_it_open(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    writers = [EventLog(path), EventLog(path)]  # two share it: rank 0, and the launcher at the end
+    for writer in writers:
+        with pytest.raises(BlockingIOError):
+            EventLog(path, alone=True)
+        writer.close()
+    EventLog(path, alone=True).close()
 
 
 RUNS = [

@@ -71,6 +71,7 @@ def test_params_are_the_leaves_and_long_ones_are_named_instead_of_cut() -> None:
 def test_start_and_end_become_tags() -> None:
     start = {"event": "start", "time": 1.0, "mesh": "ddp2", "dataset": {"rows": 3}}
     assert tags_of(start) == {"shardlab.mesh": "ddp2"}
+    assert tags_of({"event": "pruned", "time": 1.0, "step": 30}) == {"shardlab.pruned": "30"}
     assert tags_of({"event": "end", "time": 1.0, "status": "FAILED", "reason": "why"}) == {"shardlab.reason": "why"}
     assert tags_of({"event": "end", "time": 1.0, "status": "FINISHED", "reason": None}) == {}
 
@@ -147,9 +148,14 @@ def test_a_sweeps_store_is_found_again_whatever_its_path(tmp_path: Path, monkeyp
         def create_run(self, *arguments: object, **keywords: object) -> object:
             return SimpleNamespace(info=SimpleNamespace(run_id="7"))
 
+        def log_batch(self, *arguments: object, **keywords: object) -> None:
+            pass
+
+        update_run = log_batch
+
     store = Store(f"sqlite:///{tmp_path}/my runs/mlflow.db", "my experiment")
     monkeypatch.setattr(sweep_parent, "open_store", lambda store: (Client(), "1"))
-    sweep_parent.begin_sweep(tmp_path, "abc", ["shardlab"], "me")
+    sweep_parent.begin_sweep(tmp_path, {"id": "abc", "command": ["shardlab"], "space": []})
     for _ in range(2):
         assert sweep_parent.ship_sweep(tmp_path, store) == "7"
     assert sweep_parent.end_sweep(tmp_path, "FINISHED", {}) == [store]

@@ -8,9 +8,11 @@ import contextlib
 import os
 import pickle
 import queue
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from importlib.metadata import version
@@ -28,19 +30,25 @@ from shardlab.cluster.wire import Link, Message, WireError
 from shardlab.config.check import visible_gpus
 from shardlab.config.schema import Config
 from shardlab.errors import ShardlabError
+from shardlab.launch import fork_server
+from shardlab.launch.hang import STOPPED
 from shardlab.launch.rank import Orders
-from shardlab.launch.ranks import TERM_SECONDS, start_rank, wake_server
+from shardlab.launch.ranks import TERM_SECONDS
 from shardlab.launch.signals import Signals
+from shardlab.launch.stacks import ask_stacks, state
 from shardlab.launch.streams import tell
 from shardlab.tracking.record import PROVENANCE
+from shardlab.training import pulse
 from shardlab.training.place import Place
 
 TRAIN_RANK = "shardlab.training.loop:train_rank"
 """What a rank runs, whatever comes over the wire."""
 
 WELCOME_SECONDS = 60.0
-PATIENCE = 60.0
-"""Seconds of the lead's silence, unless the run's own time-out is shorter."""
+PATIENCE, LEAST_PATIENCE = 30.0, 5.0
+"""Seconds of silence after which the other side is lost, unless the run's own time-out is short; and at least."""
+
+PULSE_SECONDS = 1.0
 
 SHARED_SECONDS = 10.0
 """How long to look for what the lead has written: a network file system may show it late."""
@@ -63,7 +71,7 @@ def follow(job: Job) -> int:
             if welcome is None or welcome["kind"] != "welcome":
                 why = "no answer" if welcome is None else welcome.get("reason")
                 raise ShardlabError(f"rank {job.rank}: the lead at {address}:{port} refused this process: {why}")
-        return _Follower(job, link, f"{job.address}:{port}", signals).serve()
+        return _Follower(job, link, job.address, signals).serve()
 
 
 def facts() -> dict[str, Any]:
@@ -78,6 +86,11 @@ def facts() -> dict[str, Any]:
     }
 
 
+def patience_of(config: Config) -> float:
+    """Seconds of silence after which the other side of a connection is lost: before a watch would call it a hang."""
+    return max(LEAST_PATIENCE, min(PATIENCE, config.runtime.timeout / 2))
+
+
 class _Follower:
     """One follower's state: the current run, and the rank in it if it has started."""
 
@@ -89,8 +102,11 @@ class _Follower:
         self.config: Config | None = None
         self.data_dir = Path()
         self.folder = Path()
-        self.process: Any = None
-        self.pipe: Any = None
+        self.watched: Path | None = None
+        self.next_pulse = 0.0
+        self.counts: memoryview | None = None
+        self.process: fork_server.Process | None = None
+        self.pipe: fork_server.Pipe | None = None
 
     def serve(self) -> int:
         """Until the lead says that it is over, is lost, or a signal comes."""
@@ -99,7 +115,7 @@ class _Follower:
             while True:
                 if self.signals.received is not None:
                     return self._interrupted()
-                self._wait(None)
+                self._wait(None if self.counts is None else PULSE_SECONDS)
                 self._relay()
                 while not self.events.empty():
                     status = self._obey(self.events.get())
@@ -115,7 +131,7 @@ class _Follower:
     def _wait(self, seconds: float | None) -> None:
         ears = [self.wake[0], *self.signals.wakes]
         if self.process is not None:
-            ears += [self.process.sentinel, *([self.pipe] if self.pipe is not None else [])]
+            ears += [self.process.sentinel, *([self.pipe.fileno()] if self.pipe is not None else [])]
         if self.wake[0] in wait(ears, seconds):
             os.read(self.wake[0], 4096)
 
@@ -130,12 +146,14 @@ class _Follower:
                 self._start(message)
             case "end" if self.process is not None and self.process.exitcode is None:
                 (self.process.kill if message["signal"] == signal.SIGKILL else self.process.terminate)()
+            case "ask":
+                threading.Thread(target=self._tell_stack, name="stack", daemon=True).start()
             case "over":
                 return self._leave(int(message["status"]))
             case "lost":
                 self._end_rank()
                 tell(
-                    f"rank {self.job.rank} on {socket.gethostname()}: the lead (rank 0, {self.lead}) is lost: "
+                    f"rank {self.job.rank} on {socket.gethostname()}: the lead (rank 0 on {self.lead}) is lost: "
                     f"{message['why']}; this rank has been ended",
                     sys.stderr,
                 )
@@ -151,7 +169,7 @@ class _Follower:
         host = socket.gethostname()
         try:
             self.config = to_config(cast(DictConfig, OmegaConf.create(str(message["config"]))))
-            self.patience = min(PATIENCE, self.config.runtime.timeout)
+            self.patience = patience_of(self.config)
             self.data_dir = prepare(self.config.dataset, global_batch=self.config.trainer.global_batch)
             found = read_meta(self.data_dir).fingerprint
             if found != message["fingerprint"]:
@@ -198,14 +216,32 @@ class _Follower:
         interface = "lo" if message["one_host"] else interface_of(self.link.here)
         place = Place(self.job.rank, self.job.ranks, message["rendezvous"], message["local_rank"], interface)
         arguments = pickle.dumps((self.config, self.folder, self.data_dir))
-        orders = Orders(TRAIN_RANK, arguments, without_job(os.environ), self.folder)
-        wake_server(self.signals)
-        self.process, self.pipe = start_rank(place, orders)
+        environment = {**without_job(os.environ), **message["environment"]}
+        if message["watched"]:
+            self.watched = Path(tempfile.mkdtemp(prefix="shardlab-"))
+            pulse.make(self.watched / pulse.FILE, self.job.ranks)
+            self.counts = pulse.counts(self.watched / pulse.FILE)
+        orders = Orders(TRAIN_RANK, arguments, environment, self.folder, None, self.watched, bool(message["asks"]))
+        fork_server.wake(self.signals)
+        self.process, self.pipe = fork_server.start(place, orders)
+
+    def _tell_stack(self) -> None:
+        """Ask the rank where it is, and tell the lead."""
+        number = self.process.pid if self.process is not None else None
+        letter, text = "X", ""
+        if number is not None and self.watched is not None:
+            letter = state(number)
+            stacks = ask_stacks({self.job.rank: number}, self.watched) if letter not in STOPPED else {}
+            text = stacks[self.job.rank].text if stacks else ""
+        self._send("answer", state=letter, text=text, reason=None)
 
     def _relay(self) -> None:
         """Tell the lead what the rank has said, and its end."""
         if self.process is None:
             return
+        if self.counts is not None and time.monotonic() >= self.next_pulse:
+            self.next_pulse = time.monotonic() + PULSE_SECONDS
+            self._send("pulse", count=self.counts[self.job.rank])
         exitcode = self.process.exitcode  # looked at first: what it said before is then in the pipe
         if self.pipe is not None and self.pipe.poll():
             try:
@@ -234,7 +270,10 @@ class _Follower:
         self.process.close()
         if self.pipe is not None:
             self.pipe.close()
-        self.process = self.pipe = None
+        self.process = self.pipe = self.counts = None
+        if self.watched is not None:
+            shutil.rmtree(self.watched, ignore_errors=True)
+            self.watched = None
 
     def _interrupted(self) -> int:
         """A signal came to this process alone or to all: what is done to one is done to the job."""

@@ -10,30 +10,34 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from shardlab.cluster.follow import PATIENCE, SHARED_SECONDS, facts
+from shardlab.cluster.follow import PATIENCE, facts, patience_of
 from shardlab.cluster.job import Job, without_job
 from shardlab.cluster.meeting import JOIN_SECONDS, open_meeting
 from shardlab.cluster.network import free_port, interface_of, is_loopback
 from shardlab.cluster.remote import RemoteRank, from_message
 from shardlab.cluster.wire import LARGEST_HELLO, Link, Message, WireError
+from shardlab.config.check import Share
 from shardlab.config.compose import config_yaml
-from shardlab.config.room import Room
 from shardlab.config.schema import Config
 from shardlab.errors import ShardlabError
+from shardlab.launch import fork_server
 from shardlab.launch.cause import Lost
+from shardlab.launch.fork_server import Pipe, Process
 from shardlab.launch.rank import Orders
-from shardlab.launch.ranks import Pipe, Process, start_rank
 from shardlab.launch.signals import HANDLED, Signals
+from shardlab.launch.stacks import ANSWER_SECONDS
 from shardlab.tracking.record import PROVENANCE
 from shardlab.training.place import Place
 
+CHECK_SECONDS = 0.2
 HELLO_SECONDS = 10.0
 FAREWELL_SECONDS = 30.0
 """How long a lead that leaves early, such as for a wrong key, waits for followers that have not come yet."""
@@ -79,28 +83,30 @@ class Lead:
         self._changed = threading.Condition()
         threading.Thread(target=self._accept, name="join", daemon=True).start()
 
-    def room(self) -> Room:
+    def share(self) -> Share:
         """What the whole job has for the ranks of a run, once all followers have joined.
 
-        Raises ShardlabError if one hasn't come, or is lost.
+        As many cores for each rank as the one with the fewest has, and as many GPUs as ranks have one of their own.
+        Raises ShardlabError if a follower hasn't come, or is lost.
         """
-        self._wait_for_all(JOIN_SECONDS)
+        self._wait_for_all(_nothing)
         places = self._places()
-        return Room(
-            ranks=self.job.ranks,
-            threads=max(1, min(len(each["cores"]) // self._sharing(each) for each in places)),
-            gpus=all(self._gpu(rank) < int(places[rank]["gpus"]) for rank in range(self.job.ranks)),
-        )
+        cores = min(len(each["cores"]) // self._sharing(each) for each in places)
+        gpus = sum(self._gpu(rank) < int(places[rank]["gpus"]) for rank in range(self.job.ranks))
+        return Share(max(1, cores) * self.job.ranks, gpus)
 
-    def prepare(self, config: Config, fingerprint: str) -> None:
-        """Have the run's data on every host. fingerprint: the data's here. Raises ShardlabError."""
-        self._patience = min(PATIENCE, config.runtime.timeout)
-        self._ask("prepare", None, config=config_yaml(config), fingerprint=fingerprint)
+    def prepare(self, config: Config, fingerprint: str, check: Callable[[], None]) -> None:
+        """Have the run's data on every host, the same as here.
 
-    def begin(self, folder: Path) -> None:
-        """See that every host sees the run's folder. Raises ShardlabError."""
+        check: called several times a second meanwhile, may raise. Raises ShardlabError.
+        """
+        self._patience = patience_of(config)
+        self._ask("prepare", check, config=config_yaml(config), fingerprint=fingerprint)
+
+    def begin(self, folder: Path, check: Callable[[], None]) -> None:
+        """See that every host sees the run's folder. check: as above. Raises ShardlabError."""
         provenance = (folder / PROVENANCE).read_text(encoding="utf-8")
-        self._ask("begin", 3 * SHARED_SECONDS, folder=str(folder.absolute()), provenance=provenance)
+        self._ask("begin", check, folder=str(folder.absolute()), provenance=provenance)
 
     def start(self, place: Place, orders: Orders) -> tuple[Process, Pipe]:
         """Start one rank of a run that has been prepared and begun: what run_ranks takes as `start`."""
@@ -110,15 +116,36 @@ class Lead:
             self._rendezvous = f"tcp://{f'[{address}]' if ':' in address else address}:{free_port()}"
             interface = "lo" if one_host else self._here()
             here = replace(place, rendezvous=self._rendezvous, local_rank=self._gpu(0), interface=interface)
-            return start_rank(here, replace(orders, environment=without_job(orders.environment)))
+            return fork_server.start(here, replace(orders, environment=without_job(orders.environment)))
         follower = self._followers[place.rank]
         remote = RemoteRank(lambda number: self._send(follower, "end", signal=number))
         with self._changed:
             follower.remote = remote
             if follower.lost is not None:
                 _lose(follower)
-        self._send(follower, "start", rendezvous=self._rendezvous, local_rank=self._gpu(place.rank), one_host=one_host)
+        added = {name: value for name, value in orders.environment.items() if os.environ.get(name) != value}
+        self._send(
+            follower,
+            "start",
+            rendezvous=self._rendezvous,
+            local_rank=self._gpu(place.rank),
+            one_host=one_host,
+            environment=added,
+            watched=orders.watched is not None,
+            asks=orders.asks,
+        )
         return remote, remote.pipe
+
+    def ask_stacks(self, ranks: set[int]) -> dict[int, tuple[str, str]]:
+        """How ranks of other launchers are: the kernel's letter and the stacks of each that answers in time."""
+        asked = [self._followers[rank] for rank in ranks]
+        for follower in asked:
+            follower.answer = None
+            self._send(follower, "ask")
+        with self._changed:
+            self._changed.wait_for(lambda: all(each.answer for each in asked), 2 * ANSWER_SECONDS)
+        answers = {each.rank: each.answer for each in asked if each.answer is not None}
+        return {rank: (str(answer["state"]), str(answer["text"])) for rank, answer in answers.items()}
 
     def over(self, status: int, seconds: float) -> None:
         """Tell every follower that the command has ended, and how. seconds: how long to wait for those yet to come."""
@@ -178,7 +205,7 @@ class Lead:
             match message["kind"]:
                 case "answer":
                     follower.answer = message
-                case "finished" | "failed" if remote is not None:
+                case "finished" | "failed" | "pulse" if remote is not None:
                     same_clock = follower.facts["machine"] == self._facts["machine"]
                     remote.say(from_message(message, same_clock=same_clock))
                 case "exit" if remote is not None:
@@ -198,9 +225,9 @@ class Lead:
         with contextlib.suppress(OSError):  # the thread that reads will say that it is lost
             follower.link.send(kind, **values)
 
-    def _ask(self, kind: str, seconds: float | None, **values: Any) -> None:
-        """Ask all followers and wait for what they say. seconds: None for as long as they are there."""
-        self._wait_for_all(JOIN_SECONDS)
+    def _ask(self, kind: str, check: Callable[[], None], **values: Any) -> None:
+        """Ask all followers and wait for what they say, for as long as they are there."""
+        self._wait_for_all(check)
         followers = list(self._followers.values())
         for follower in followers:
             follower.answer = None
@@ -210,26 +237,30 @@ class Lead:
             answers = [each.answer for each in followers]
             return all(answers) or any(answer and answer["reason"] for answer in answers) or self._lost() is not None
 
-        with self._changed:
-            in_time = self._changed.wait_for(settled, seconds)
+        self._wait(settled, check, float("inf"))
         self._refuse_lost()
         for follower in followers:
             if follower.answer is not None and follower.answer["reason"] is not None:
                 if follower.answer["mendable"]:
                     raise ShardlabError(str(follower.answer["reason"]))
                 raise RuntimeError(str(follower.answer["reason"]))
-        if not in_time:
-            silent = next(each for each in followers if each.answer is None)
-            raise ShardlabError(f"{silent.name} has not answered within {seconds:.0f} s whether it sees the run folder")
 
-    def _wait_for_all(self, seconds: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._followers) == self.job.ranks - 1, seconds)
-            missing = [rank for rank in range(1, self.job.ranks) if rank not in self._followers]
+    def _wait(self, claim: Callable[[], bool], check: Callable[[], None], seconds: float) -> None:
+        """Until the claim is true, or for so many seconds."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with self._changed:
+                if self._changed.wait_for(claim, CHECK_SECONDS):
+                    return
+            check()
+
+    def _wait_for_all(self, check: Callable[[], None]) -> None:
+        self._wait(lambda: len(self._followers) == self.job.ranks - 1, check, JOIN_SECONDS)
+        missing = [rank for rank in range(1, self.job.ranks) if rank not in self._followers]
         if missing:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise ShardlabError(
-                f"of {self.job.ranks} processes these have not joined within {seconds:.0f} s: rank {shown}; start the "
+                f"of {self.job.ranks} processes these have not joined in {JOIN_SECONDS:.0f} s: rank {shown}; start the "
                 "same command on every host, and let the hosts reach each other's ports"
             )
         self._refuse_lost()
@@ -269,6 +300,10 @@ class Lead:
         others = [each for each in self._followers.values() if each.facts["machine"] != self._facts["machine"]]
         reached = [address for each in others if not is_loopback(address := each.link.here)]
         return interface_of(reached[0]) if reached else None
+
+
+def _nothing() -> None:
+    """Outside a run an interrupt raises by itself."""
 
 
 def _lose(follower: _Follower) -> None:

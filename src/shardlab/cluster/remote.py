@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from shardlab.cluster.wire import Message
 from shardlab.launch.cause import Death, Failure
 from shardlab.launch.rank import Finished
+from shardlab.training.pulse import Pulse
 
 
 class RemoteRank:
@@ -49,7 +50,7 @@ class RemoteRank:
         os.close(self.sentinel)
         self._mouth.close()
 
-    def say(self, said: Finished | Failure | Death) -> None:
+    def say(self, said: Finished | Failure | Death | Pulse) -> None:
         """For the wire's thread: hand on what the rank, or its launcher, has to say."""
         with contextlib.suppress(OSError):  # nobody listens any more
             self._mouth.send(said)
@@ -70,11 +71,13 @@ def to_message(said: object) -> Message:
     raise TypeError(f"a rank said {type(said).__name__}")
 
 
-def from_message(message: Message, *, same_clock: bool) -> Finished | Failure:
+def from_message(message: Message, *, same_clock: bool) -> Finished | Failure | Pulse:
     """What a rank on a follower's host has said.
 
     same_clock: that host's monotonic clock is ours; else the moment of arrival counts
     """
+    if message["kind"] == "pulse":
+        return Pulse(int(message["count"]))
     if message["kind"] == "finished":
         return Finished(message["result"])
     return Failure(

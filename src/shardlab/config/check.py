@@ -8,7 +8,7 @@ torch is imported only to ask a machine that has GPUs how many, or to try an opt
 import math
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 from shardlab.config.compose import Composed, config_yaml
 from shardlab.config.objectives import check_objective
 from shardlab.config.optimizers import check_optimizer
-from shardlab.config.room import Room, check_room
 from shardlab.config.schema import (
     Config,
     CosineConfig,
@@ -52,36 +51,47 @@ LONGEST_TIMEOUT = 1e7
 """Seconds, a third of a year: torch keeps a timeout in milliseconds, and a larger one overflows."""
 
 
-def settle(
-    composed: Composed, *, largest_ranks: int | None = None, room: Room | None = None
-) -> tuple[Composed, list[str]]:
+@dataclass(frozen=True)
+class Share:
+    """What one run may use of the machine, or of all machines of a job that the command has joined.
+
+    cores, gpus: how many
+    ranks: the most that any run of this command uses; all of them must fit on their GPUs for `auto` to take GPUs
+    """
+
+    cores: int
+    gpus: int
+    ranks: int = 0
+
+
+def whole_machine() -> Share:
+    """The share of a run that is alone."""
+    return Share(available_cores(), visible_gpus())
+
+
+def settle(composed: Composed, share: Share | None = None) -> tuple[Composed, list[str]]:
     """The composed config after `check`, and notes for the user: what was asked for and could not be taken.
 
-    Raises ShardlabError.
+    share: of the machine; by default all of it. Raises ShardlabError.
     """
-    asked, config = composed.config, check(composed.config, largest_ranks=largest_ranks, room=room)
+    share = share or whole_machine()
+    asked, config = composed.config, check(composed.config, share)
     notes = []
     if config.ranks != asked.ranks and any(override.startswith("ranks=") for override in composed.overrides):
         notes.append(f"strategy=single runs on one rank; ranks={asked.ranks} is left unused")
     notes += schedule_notes(config, composed.overrides)
-    if asked.runtime.device is Device.auto and config.runtime.device is Device.cpu and visible_gpus() > 0:
-        if room is not None:
-            return replace(composed, config=config, yaml=config_yaml(config)), [
-                *notes,
-                "runtime.device=auto: not every rank of this job has a GPU of its own; taking the CPU",
-            ]
-        needed = max(config.ranks, largest_ranks or 0)
-        notes.append(f"runtime.device=auto: {visible_gpus()} GPUs are too few for {needed} ranks; taking the CPU")
+    if asked.runtime.device is Device.auto and config.runtime.device is Device.cpu and share.gpus > 0:
+        needed = max(config.ranks, share.ranks)
+        notes.append(f"runtime.device=auto: {share.gpus} GPUs are too few for {needed} ranks; taking the CPU")
     return replace(composed, config=config, yaml=config_yaml(config)), notes
 
 
-def check(config: Config, *, largest_ranks: int | None = None, room: Room | None = None) -> Config:
+def check(config: Config, share: Share | None = None) -> Config:
     """The config with open values settled, after every rule has been looked at.
 
     Settled: ranks (1 under strategy=single), trainer.micro_batch and strategy.split of a pipeline, runtime.device (cpu
-    or cuda), runtime.threads (the cores shared evenly).
-    largest_ranks: the most ranks that any job of this command uses, all of which must fit on the GPUs for `auto` to
-    take them; by default this config's. room: what the job that this command has joined offers, if it has.
+    or cuda), runtime.threads (the share's cores, evenly). share: of the machine; by default all of it
+
     Raises ShardlabError, one line with what would work.
     """
     at_least("ranks", config.ranks, 1)
@@ -90,8 +100,6 @@ def check(config: Config, *, largest_ranks: int | None = None, room: Room | None
     if not config.run_dir.strip():
         raise ShardlabError("run_dir is empty; give a folder, or leave it away for runs/DATE/TIME")
     ranks = check_ranks(config.strategy, config.ranks)
-    if room is not None:
-        check_room(config, ranks, room)
     _check_model(config.model)
     check_split(config)
     check_dataset(config)
@@ -110,7 +118,7 @@ def check(config: Config, *, largest_ranks: int | None = None, room: Room | None
         strategy=config.strategy if config.strategy.pipeline > 1 else replace(config.strategy, split=None),
         trainer=settle_cut(config.trainer, config.strategy),
         dataset=_settle_path(config.dataset),
-        runtime=_settle(config.runtime, ranks, max(ranks, largest_ranks or 0), room),
+        runtime=_settle(config.runtime, ranks, share or whole_machine()),
     )
 
 
@@ -214,31 +222,25 @@ def _check_scheduler(config: Config) -> None:
             raise ShardlabError(f"scheduler.final_ratio={scheduler.final_ratio}: it must lie between 0 and 1")
 
 
-def _settle(runtime: RuntimeConfig, ranks: int, largest_ranks: int, room: Room | None) -> RuntimeConfig:
+def _settle(runtime: RuntimeConfig, ranks: int, share: Share) -> RuntimeConfig:
     # More ranks or threads than that are a slip of the keyboard, and would take the machine down.
-    crowd = max(64, 8 * available_cores())
+    crowd = max(64, 8 * max(available_cores(), share.cores))
     at_least("runtime.threads", runtime.threads, 1)
     _at_most("runtime.threads", runtime.threads, crowd)
-    _at_most("ranks", ranks, crowd if room is None else room.ranks)
+    _at_most("ranks", ranks, crowd)
     _positive("runtime.timeout", runtime.timeout)
     if runtime.timeout > LONGEST_TIMEOUT:
         raise ShardlabError(f"runtime.timeout={runtime.timeout}: at most {LONGEST_TIMEOUT:.0f} seconds would do")
     device = runtime.device
     if device is not Device.cpu:
-        found = visible_gpus() if room is None else ranks * room.gpus
-        if device is Device.cuda and found < ranks and room is not None:
+        if device is Device.cuda and share.gpus < ranks:
             raise ShardlabError(
-                "runtime.device=cuda needs a GPU for each rank of this job on its own host, and some have none; "
+                f"runtime.device=cuda needs a GPU for each of {ranks} ranks, and {share.gpus} can be used here; "
                 "runtime.device=cpu would run"
             )
-        if device is Device.cuda and found < ranks:
-            raise ShardlabError(
-                f"runtime.device=cuda needs a GPU for each of {ranks} ranks, and {found} can be used here; "
-                "runtime.device=cpu would run"
-            )
-        needed = largest_ranks if room is None else ranks  # of a sweep's jobs, those with other ranks are refused
-        device = Device.cuda if device is Device.cuda or found >= needed else Device.cpu
-    threads = runtime.threads or (max(1, available_cores() // ranks) if room is None else room.threads)
+        enough = share.gpus >= max(ranks, share.ranks)
+        device = Device.cuda if device is Device.cuda or enough else Device.cpu
+    threads = runtime.threads or max(1, share.cores // ranks)
     return replace(runtime, device=device, threads=threads)
 
 
@@ -247,23 +249,29 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-@cache
 def visible_gpus() -> int:
-    """The CUDA devices that torch would see, found out without importing it: that takes seconds.
+    """How many CUDA devices torch would see."""
+    return len(gpu_names())
+
+
+@cache
+def gpu_names() -> tuple[str, ...]:
+    """The CUDA devices that torch would see, as CUDA_VISIBLE_DEVICES names them; found out without importing it, which
+    takes seconds.
 
     A build of torch without CUDA sees none; otherwise NVIDIA's device files count, as far as CUDA_VISIBLE_DEVICES
     shows them.
     """
     devices = sum(file.name[6:].isdigit() for file in DEVICES.glob("nvidia*"))
     if devices == 0 or not _torch_has_cuda():
-        return 0
+        return ()
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is None:
-        return devices
-    names = [name.strip() for name in shown.split(",")]
+        return tuple(str(number) for number in range(devices))
+    names = [name.strip() for name in shown.split(",") if name.strip()]
     # CUDA itself stops at the first name that is none, such as -1.
-    valid = [not name.lstrip("-").isdigit() or 0 <= int(name) < devices for name in names if name]
-    return valid.index(False) if False in valid else len(valid)
+    valid = [not name.lstrip("-").isdigit() or 0 <= int(name) < devices for name in names]
+    return tuple(names[: valid.index(False)] if False in valid else names)
 
 
 def _torch_has_cuda() -> bool:

@@ -7,6 +7,7 @@ signal; among these the earliest. Only where nothing else is known does an echo 
 
 import signal
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardlab.errors import ShardlabError
@@ -76,7 +77,7 @@ class Death:
 class Lost(Death):
     """A rank of another launcher that is heard of no more.
 
-    when: as this launcher noticed it; code: none that means anything; host: where it ran; why: what happened
+    when: as it was last heard of; code: none that means anything; host: where it ran; why: what happened
     """
 
     host: str
@@ -91,6 +92,25 @@ class Lost(Death):
     def echo(self) -> bool:
         """Never: whatever the other ranks say of broken connections came of it."""
         return False
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A rank that was silent for too long, and that the launcher therefore ended.
+
+    seconds: runtime.timeout; where: in words; text: the stacks of its threads, "" if it didn't say
+    """
+
+    when: float
+    seconds: float
+    where: str
+    text: str
+    echo: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The claim about the rank: "hangs: silent for 600 s (runtime.timeout), in evaluate at ..."."""
+        return f"hangs: silent for {self.seconds:g} s (runtime.timeout), {self.where}"
 
 
 def describe_failure(error: BaseException, when: float) -> Failure:
@@ -114,9 +134,11 @@ def describe_failure(error: BaseException, when: float) -> Failure:
     )
 
 
-def first_cause(failures: dict[int, Failure], deaths: dict[int, Death]) -> tuple[int, Failure | Death]:
+def first_cause(
+    failures: Mapping[int, Failure], deaths: Mapping[int, Death | Hang]
+) -> tuple[int, Failure | Death | Hang]:
     """The rank to name and how it ended. At least one of the two must hold something."""
-    known: dict[int, Failure | Death] = {**deaths, **failures}
+    known: dict[int, Failure | Death | Hang] = {**deaths, **failures}
 
     def order(rank: int) -> tuple[bool, bool, float]:
         end = known[rank]

@@ -7,6 +7,7 @@ folder, the second is refused.
 
 import json
 import os
+import re
 import shutil
 import uuid
 from fnmatch import fnmatch
@@ -15,9 +16,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from shardlab.config.compose import Composed
-from shardlab.config.schema import Config
+from shardlab.config.schema import AXES, Config
 from shardlab.data.prepared import Meta
 from shardlab.errors import ShardlabError
+from shardlab.launch.job import Job
 from shardlab.launch.new_folder import check_place, new_folders, remove_empty
 from shardlab.parallel.mesh import name_of
 from shardlab.tracking.provenance import provenance, without_credentials
@@ -28,9 +30,36 @@ MULTIRUN = "multirun.yaml"
 """What Hydra writes into a sweep's folder."""
 
 
-def run_name(config: Config) -> str:
-    """The name that tables and MLflow show: the user's own, or model, mesh and seed: "tiny-ddp2-s1"."""
-    return config.tracking.run_name or f"{config.model.name}-{name_of(config.strategy)}-s{config.seed}"
+LONGEST_RUN_NAME = 250
+"""Characters; MLflow's databases take no more."""
+
+
+def run_name(config: Config, own: str = "") -> str:
+    """The name that tables and MLflow show: the user's own, or model, mesh and seed: "tiny-ddp2-s1".
+
+    own: the overrides that tell a sweep's job from the others; those that the name doesn't say yet are added to it
+    """
+    given = config.tracking.run_name
+    said = ("tracking.run_name",) if given else NAMED
+    words = [given or f"{config.model.name}-{name_of(config.strategy)}-s{config.seed}"]
+    for word in re.split(r" (?=\+*[\w./-]+=)", without_credentials(own)):
+        key, _, value = word.lstrip("+").partition("=")
+        if word and key not in said and (given or not _is_named(config, key, value)):
+            words.append(word)
+    name = " ".join(words)
+    return name if len(name) <= LONGEST_RUN_NAME else f"{name[: LONGEST_RUN_NAME - 3]}..."
+
+
+NAMED = ("seed", "ranks", "model.name", "strategy.schedule", *(f"strategy.{axis}" for axis in AXES))
+"""Keys that a run's name says."""
+
+
+def _is_named(config: Config, group: str, choice: str) -> bool:
+    """Whether a choice shows in the run's name: model=tiny, and strategy=pipeline_naive in "pipeline2-naive"."""
+    if group == "model":
+        return choice == config.model.name
+    parts = name_of(config.strategy).split("-")
+    return group == "strategy" and all(any(part.startswith(w) for part in parts) for w in choice.split("_"))
 
 
 WRITTEN = ("config.yaml", ".hydra", LINK, "rank-[0-9]*", "checkpoints", "report")
@@ -61,22 +90,25 @@ def refuse_used_sweep(folder: Path) -> None:
 
 
 def make_folder(
-    folder: Path, composed: Composed, data: Meta, sweep: Path | None = None, hydra: DictConfig | None = None
+    folder: Path, composed: Composed, data: Meta, job: Job | None = None, hydra: DictConfig | None = None
 ) -> str:
     """Make and claim the run's folder and write everything that is known beforehand. Returns the run's name.
 
-    sweep: folder of the sweep that the run is a job of; hydra: Hydra's own node of the config
+    job: of a sweep; hydra: Hydra's own node of the config
     Raises ShardlabError if the folder can't be had.
     """
-    name = run_name(composed.config)
+    name = run_name(composed.config, "" if job is None else job.what)
     about = provenance(
         run_id=uuid.uuid4().hex,
         name=name,
         overrides=composed.overrides,
         choices=composed.choices,
+        config_hash=composed.hash,
         data={"name": data.name, "fingerprint": data.fingerprint},
+        sweep=None if job is None else job.sweep,
+        job=None if job is None else job.number,
+        own_overrides=None if job is None else job.what,
     )
-    about["sweep"] = None if sweep is None else str(sweep)
     config = without_credentials(composed.yaml)
     overrides = [f"- {json.dumps(word, ensure_ascii=False)}" for word in about["overrides"]]
     new = new_folders(folder, "run_dir")

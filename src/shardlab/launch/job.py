@@ -21,7 +21,7 @@ class Job:
     environment: set in its ranks, such as CUDA_VISIBLE_DEVICES
     stop: pulled by the sweep to end the run, such as after another job's failure
     answer: None where nobody prunes
-    alone: nothing else runs at the same time, so it may show a bar of its own
+    shown: the sweep shows its progress itself; how it ended, it always says
     """
 
     number: int
@@ -32,4 +32,4 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     stop: Stop = field(default_factory=Stop)
     answer: Answer | None = None
-    alone: bool = True
+    shown: bool = False

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.launch.cause import describe_failure
+from shardlab.launch.stacks import stack_file, tell_on_request
+from shardlab.training import ask, pulse
 from shardlab.training.place import Place
 
 
@@ -39,12 +41,18 @@ class Orders:
 
     function: "module:name", imported in the rank; arguments: pickled, opened in the rank, where a failure is reported
     environment: the whole of it; the fork server's own is as old as the server
+    cores: the only ones that the rank may use; None for all
+    watched: the folder of the launcher's watch over pulses and stacks; None where nobody watches
+    asks: the launcher wants to be asked after each evaluation whether the run is to end
     """
 
     function: str
     arguments: bytes
     environment: dict[str, str]
     log_dir: Path
+    cores: tuple[int, ...] | None = None
+    watched: Path | None = None
+    asks: bool = False
 
 
 def nothing() -> None:
@@ -54,12 +62,19 @@ def nothing() -> None:
 def live(place: Place, orders: Orders, launcher: "Connection[Any, Any]") -> None:
     """Be the rank; never returns. Sends Finished or Failure before any connection to another rank closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher answers for it
-    _end_with_launcher()
-    _write_to(orders.log_dir / f"rank-{place.rank}.log")
-    os.environ.clear()
-    os.environ.update(orders.environment)
     code = 0
     try:
+        if orders.cores is not None:  # before there is any other thread
+            os.sched_setaffinity(0, orders.cores)
+        _end_with_launcher()
+        _write_to(orders.log_dir / f"rank-{place.rank}.log")
+        if orders.watched is not None:
+            tell_on_request(stack_file(orders.watched, place.rank))
+            pulse.set_up(orders.watched / pulse.FILE, place.rank)
+        if orders.asks:
+            ask.set_up(launcher)
+        os.environ.clear()
+        os.environ.update(orders.environment)
         module, _, name = orders.function.partition(":")
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         try:

@@ -19,9 +19,10 @@ from shardlab.data.prepare import prepare
 from shardlab.data.prepared import read_meta
 from shardlab.errors import ShardlabError
 from shardlab.launch.folder import make_folder, refuse_used
+from shardlab.launch.job import Job
 from shardlab.launch.progress import Progress, shown
 from shardlab.launch.ranks import RanksFailed, run_ranks
-from shardlab.launch.signals import Signals
+from shardlab.launch.signals import Signals, Stopped
 from shardlab.launch.streams import open_missing, tell
 from shardlab.tracking.mlflow_sink import SINK_SECONDS, Sink, where_to_look
 from shardlab.tracking.record import EVENTS, EventLog, RunRecord
@@ -30,7 +31,6 @@ from shardlab.training.length import run_length
 
 if TYPE_CHECKING:
     from shardlab.cluster.lead import Lead
-    from shardlab.launch.sweep import Sweep
 
 TRAIN_RANK = "shardlab.training.loop:train_rank"
 """What each rank runs. A name: importing it would bring torch into the launcher."""
@@ -51,19 +51,17 @@ class RunFailed(Exception):  # noqa: N818 - it says what happened
 
 
 def run(
-    composed: Composed,
-    *,
-    sweep: "Sweep | None" = None,
-    hydra: DictConfig | None = None,
-    lead: "Lead | None" = None,
+    composed: Composed, *, job: Job | None = None, hydra: DictConfig | None = None, lead: "Lead | None" = None
 ) -> RunRecord:
     """Train as a checked config says, and return the run's record.
 
-    sweep: the sweep that this run is a job of; hydra: Hydra's own node of the config, to be kept in the run folder
-    lead: of the job of several processes that starts the ranks; None to start them here
+    job: what a sweep tells the run, if it is one of its jobs
+    hydra: Hydra's own node of the config, to be kept in the run folder
+    lead: of the processes that start the ranks, if there are several; else this one does
 
     Raises ShardlabError for what the user can mend, before or after the ranks have started; RunFailed;
-    KeyboardInterrupt, or SystemExit(128 + signal) after SIGTERM or SIGHUP. The run's end is written in every case.
+    KeyboardInterrupt, or SystemExit(128 + signal) after SIGTERM or SIGHUP; Stopped, if the sweep has ended it. The
+    run's end is written in every case.
     """
     open_missing()
     config = composed.config
@@ -75,16 +73,21 @@ def run(
         data = read_meta(data_dir)
         if lead is not None:
             with signals.raising():
-                lead.prepare(config, data.fingerprint)
+                lead.prepare(config, data.fingerprint, signals.check)
         run_length(config, data)  # too short a run is the user's to mend, before there is a folder
-        name = make_folder(folder, composed, data, None if sweep is None else sweep.begin(), hydra)
+        if job is not None:
+            job.begin()
+        name = make_folder(folder, composed, data, job, hydra)
         sink = Sink(folder, store_of(config.tracking)) if config.tracking.name == "mlflow" else None
-        progress = Progress(folder, name)
-        ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
-        tell(f"{name}: starting {ranks} on {config.runtime.device.name}, {folder}", sys.stderr)
+        shown = job is not None and job.shown  # by the sweep
+        progress = None if shown else Progress(folder, name)
+        if not shown:
+            ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
+            tell(f"{name}: starting {ranks} on {config.runtime.device.name}, {folder}", sys.stderr)
 
         def watch() -> None:
-            progress.update()
+            if progress is not None:
+                progress.update()
             if sink is not None:
                 sink.start()
 
@@ -95,13 +98,24 @@ def run(
         started = time.monotonic()
         try:
             signals.check()
-            start = None
             if lead is not None:
                 with signals.raising():
-                    lead.begin(folder)
-                start = lead.start
+                    lead.begin(folder, signals.check)
             arguments = (config, folder.absolute(), data_dir)
-            run_ranks(TRAIN_RANK, arguments, config.ranks, log_dir=folder.absolute(), poll=watch, start=start)
+            run_ranks(
+                TRAIN_RANK,
+                arguments,
+                config.ranks,
+                log_dir=folder.absolute(),
+                poll=watch,
+                environment=None if job is None else job.environment,
+                cores=None if job is None else job.cores,
+                timeout=config.runtime.timeout,
+                answer=None if job is None else job.answer,
+                stop=None if job is None else job.stop,
+                start=None if lead is None else lead.start,
+                elsewhere=None if lead is None else lead.ask_stacks,
+            )
             status = "FINISHED"
         except RanksFailed as failed:
             reason, ended_by = failed.user_error or failed.reason, failed
@@ -109,8 +123,10 @@ def run(
             status, reason, ended_by = "KILLED", "interrupted", interrupted
             if isinstance(interrupted, SystemExit):
                 reason = f"interrupted by {Signal(int(interrupted.code or 0) - 128).name}"
-        except ShardlabError as error:  # of another host
+        except ShardlabError as error:  # of another host: it doesn't see the run folder
             reason, ended_by = str(error), error
+        except Stopped as stopped:
+            status, reason, ended_by = "KILLED", stopped.reason, stopped
         except OSError as error:
             reason = f"the launcher raised {type(error).__name__}: {error}"
             if error.errno not in FULL:
@@ -120,7 +136,8 @@ def run(
             reason = f"the launcher raised {type(error).__name__}: {error}"
             raise
         finally:
-            progress.close()
+            if progress is not None:
+                progress.close()
             try:
                 end(folder, status, reason, time.monotonic() - started)
             except OSError as error:  # a full disk
@@ -128,9 +145,12 @@ def run(
             seen = signals.count
             warning = sink.finish(SINK_SECONDS, lambda: signals.count > seen) if sink is not None else None
         record = RunRecord.load(folder)
-        say(record, warning, reason if status == "KILLED" or signals.received is not None else None)
+        if job is None:  # else the sweep does
+            say(record, reason if status == "KILLED" or signals.received is not None else None)
+        if warning is not None:
+            tell(f"warning: {warning}", sys.stderr)
     signals.check()  # one that came after the ranks had ended changes no record, but ends the command
-    if unwritten is not None and not isinstance(ended_by, (KeyboardInterrupt, SystemExit)):
+    if unwritten is not None and not isinstance(ended_by, (KeyboardInterrupt, SystemExit, Stopped)):
         raise RunFailed(record, f"{reason}; {unwritten}" if reason else unwritten) from ended_by
     if ended_by is None:
         return record
@@ -150,7 +170,7 @@ def end(folder: Path, status: str, reason: str | None, seconds: float) -> None:
     log.close()
 
 
-def say(record: RunRecord, warning: str | None, reason: str | None) -> None:
+def say(record: RunRecord, reason: str | None) -> None:
     """Tell the user how the run ended and where to look: results on standard output, the rest on standard error.
 
     reason: why it ended, where no exception will say it: an interrupt speaks for itself only
@@ -175,5 +195,3 @@ def say(record: RunRecord, warning: str | None, reason: str | None) -> None:
     tell("\n".join(lines), sys.stdout)
     if reason is not None:
         tell(f"{record.name} {record.status.lower()}: {reason}", sys.stderr)
-    if warning is not None:
-        tell(f"warning: {warning}", sys.stderr)

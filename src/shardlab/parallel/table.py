@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -165,9 +165,18 @@ def held(model: nn.Module, table: ParameterTable) -> list[tuple[Entry, nn.Parame
 
 
 def materialise(
-    model: nn.Module, table: ParameterTable, part: Part, seed: int, dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    table: ParameterTable,
+    part: Part,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    after_each: Callable[[], None] = lambda: None,
 ) -> None:
-    """Give a part of a model that was built on the meta device its first values, one parameter at a time."""
+    """Give a part of a model that was built on the meta device its first values, one parameter at a time.
+
+    after_each: called for each parameter that is made
+    """
     owners = dict(model.named_modules())
     made: dict[str, nn.Parameter] = {}
     for name in [name for name, _ in model.named_parameters(remove_duplicate=False)]:
@@ -175,5 +184,6 @@ def materialise(
         if source not in made:
             value = initial_value(table[source], seed, part)
             made[source] = nn.Parameter(value.to(device=device, dtype=dtype))
+            after_each()
         owner, _, leaf = name.rpartition(".")
         setattr(owners[owner], leaf, made[source])

@@ -6,7 +6,7 @@ keeps once.
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from shardlab.tracking.record import Event
@@ -17,6 +17,10 @@ LONGEST_PARAM = 6000
 
 SHOWN_OF_START = ("mesh", "ranks", "parameters", "vocab_size", "total_steps", "epoch_steps", "backend", "fingerprint")
 """What of the `start` event becomes a tag; the many facts of the dataset stay in the record."""
+
+
+LAUNCHER = ("host", "pid", "pid_started", "boot_id", "pid_namespace")
+"""Which process runs a run; each is a tag."""
 
 
 class Point(NamedTuple):
@@ -55,12 +59,24 @@ def finite(value: float) -> float:
 
 
 def tags_of(event: Event) -> dict[str, str]:
-    """What `start` and `end` say about the whole run, as tags."""
+    """What `start`, `pruned` and `end` say about the whole run, as tags."""
     if event["event"] == "start":
         return {f"shardlab.{key}": word(event[key]) for key in SHOWN_OF_START if key in event}
+    if event["event"] == "pruned":
+        return {"shardlab.pruned": str(event["step"])}
     if event["event"] == "end" and event.get("reason"):
         return {"shardlab.reason": str(event["reason"])[:LONGEST_PARAM]}
     return {}
+
+
+def launcher_tags(launcher: Mapping[str, Any]) -> dict[str, str]:
+    """Which process it was, as tags. launcher: see provenance.py"""
+    return {f"shardlab.{key}": str(launcher[key]) for key in LAUNCHER if launcher.get(key)}
+
+
+def launcher_of(tags: Mapping[str, str]) -> dict[str, str]:
+    """What `launcher_tags` made into tags."""
+    return {key: tags[f"shardlab.{key}"] for key in LAUNCHER if f"shardlab.{key}" in tags}
 
 
 def params(config: dict[str, Any]) -> tuple[dict[str, str], list[str]]:

@@ -7,7 +7,9 @@ that was resumed carries on in the same file, and its `resume` event voids what 
 Floats are written so that they read back bit for bit; infinities and NaN in Python's spelling (Infinity, NaN).
 """
 
+import fcntl
 import json
+import math
 import os
 import statistics
 import time
@@ -28,10 +30,21 @@ LINK = "mlflow.json"
 
 
 class EventLog:
-    """Appends events to a file; on opening, a torn last line is cut."""
+    """Appends events to a file; on opening, a torn last line is cut.
 
-    def __init__(self, path: Path) -> None:
+    While it is open the file is locked, shared with other writers: who finds it unlocked knows that nobody writes.
+    alone: don't share. Raises BlockingIOError if somebody has it open.
+    """
+
+    def __init__(self, path: Path, *, alone: bool = False) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+        except BlockingIOError:
+            os.close(self._file)
+            raise
+        except OSError:  # a file system without locks, where nobody is kept off
+            pass
         os.ftruncate(self._file, _whole_bytes(path))
 
     def write(self, event: str, **values: object) -> None:
@@ -102,8 +115,8 @@ def _plain(value: object) -> object:
 def read_events(path: Path) -> list[Event]:
     """The events that hold, in the order of writing; [] if there is no file.
 
-    A `resume` event voids earlier events with a later step, and any earlier end. Of events of one kind at one step
-    (and split, and rank) the last holds.
+    A `resume` event voids earlier events with a later step, and any earlier end (being pruned is one). Of events of
+    one kind at one step (and split, and rank) the last holds.
     """
     holding: dict[tuple[object, ...], Event] = {}
     for event in Tail(path).events():
@@ -111,7 +124,7 @@ def read_events(path: Path) -> list[Event]:
             holding = {
                 key: before
                 for key, before in holding.items()
-                if before["event"] != "end" and before.get("step", 0) <= event["step"]
+                if before["event"] not in ("end", "pruned") and before.get("step", 0) <= event["step"]
             }
         key = (event["event"], event.get("split"), event.get("step"), event.get("rank"))
         holding.pop(key, None)
@@ -211,6 +224,30 @@ class RunRecord:
         steps = self.steps[2:] if len(self.steps) >= 5 else self.steps
         rates = [event["tokens"] / event["seconds"] for event in steps if event.get("seconds")]
         return statistics.median(rates) if rates else None
+
+    @property
+    def pruned(self) -> int | None:
+        """The step after which a sweeper ended the run early; None if it didn't."""
+        return self._last("pruned").get("step")
+
+    def value(self, name: str) -> float | None:
+        """An objective's value, see config/objectives.py; None if the run hasn't got as far.
+
+        Evaluations that gave NaN don't count unless all did. Raises KeyError for a name that is no objective.
+        """
+        from shardlab.config.objectives import goes_up
+
+        more_is_better = goes_up(name)
+        if name == "train/loss":
+            return float(self.losses[-1]) if self.losses else None
+        if name == "perf/tokens_per_s":
+            return self.tokens_per_s
+        if name == "perf/peak_memory":
+            return float(max(self.peak_memory.values())) if self.peak_memory else None
+        split, _, key = name.partition("/")
+        values = [float(event[key]) for event in self.evals(split) if key in event]
+        numbers = [value for value in values if not math.isnan(value)] or values
+        return (max if more_is_better else min)(numbers, default=None)
 
 
 def find_run(text: str, root: Path = Path("runs")) -> Path:

@@ -20,6 +20,7 @@ from torch import Tensor
 from shardlab.parallel.part import Part
 from shardlab.parallel.table import Entry
 from shardlab.training.build import Training
+from shardlab.training.pulse import beat
 
 _NAMES = {torch.float32: "F32", torch.float64: "F64"}
 """What safetensors calls a dtype."""
@@ -52,6 +53,7 @@ def save_best(training: Training, run_dir: Path) -> None:
                 for entry, parameter in training.held:
                     if entry.tensor_dim is not None or place["tensor"] == 0:
                         write_part(file, starts[entry.name], entry, training.part, parameter.detach())
+                        beat()
                 file.flush()
                 os.fsync(file.fileno())
         training.mesh.wait()
@@ -102,3 +104,4 @@ def load_best(training: Training, run_dir: Path) -> None:
         for entry, parameter in training.held:
             own = saved.get_slice(entry.name)[training.part.index(entry)]
             parameter[training.part.valid(entry)].copy_(own)
+            beat()

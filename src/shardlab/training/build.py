@@ -21,6 +21,7 @@ from shardlab.parallel.pipeline import Pipeline
 from shardlab.parallel.replicate import GradientSum
 from shardlab.parallel.stages import cut, stage_ranges
 from shardlab.parallel.table import Entry, ParameterTable, held, materialise
+from shardlab.training.pulse import beat
 
 DTYPES = {Precision.fp32: torch.float32, Precision.fp64: torch.float64}
 
@@ -64,7 +65,7 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
     part = Part(layers, mesh.tensor)
     model = Transformer(shape, table, part)
     dtype = DTYPES[config.precision.name]
-    materialise(model, table, part, config.seed, dtype, device)
+    materialise(model, table, part, config.seed, dtype, device, after_each=beat)
     parameters = held(model, table)
     return Training(
         config=config,

@@ -16,6 +16,7 @@ from shardlab.parallel.mesh import LOSS_AXES
 from shardlab.parallel.microbatch import IGNORE
 from shardlab.training.build import Training
 from shardlab.training.passes import forward_only
+from shardlab.training.pulse import beat
 
 
 @torch.no_grad()
@@ -36,7 +37,9 @@ def evaluate(training: Training, split: str, batches: int | None = None) -> dict
         for micro_batch, logits in forward_only(training, training.micro_batches(batch)):
             loss += training.model.loss(logits, micro_batch.targets)
             confusion += count(logits, micro_batch.targets, classes)
+        beat()
     totals = training.mesh.agree(training.mesh.sum(torch.cat([loss.view(1), confusion]), LOSS_AXES)).tolist()
+    beat()
     return metrics(totals[0], totals[1:])
 
 

@@ -19,6 +19,7 @@ from shardlab.data.prepared import read_meta
 from shardlab.data.rows import feed
 from shardlab.parallel.mesh import connect, mesh_of
 from shardlab.tracking.record import EventLog
+from shardlab.training.ask import is_pruned
 from shardlab.training.best import load_best, save_best
 from shardlab.training.build import Training, build, stage_layers
 from shardlab.training.device import device_name, meet, peak_memory, prepare_device
@@ -26,6 +27,7 @@ from shardlab.training.evaluation import evaluate
 from shardlab.training.learning_rate import learning_rate
 from shardlab.training.length import run_length
 from shardlab.training.place import Place
+from shardlab.training.pulse import beat, group_timeout
 from shardlab.training.step import train_step
 
 _kept: list[object] = []
@@ -38,8 +40,10 @@ def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> N
     Writes events.jsonl (rank 0) or rank-N.jsonl, and its part of checkpoints/best.safetensors.
     """
     device = prepare_device(config.runtime, place)
-    meet(place, device, config.runtime.timeout)
-    mesh = connect(mesh_of(config.strategy), place.rank, device.type, config.runtime.timeout)
+    timeout = group_timeout(config.runtime.timeout)
+    meet(place, device, timeout)
+    mesh = connect(mesh_of(config.strategy), place.rank, device.type, timeout)
+    beat()
     training = build(config, mesh, device, open_dataset(data_dir, config.dataset))
     _kept.append(training)
     log = EventLog(run_dir / ("events.jsonl" if place.rank == 0 else f"rank-{place.rank}.jsonl"))
@@ -49,13 +53,14 @@ def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> N
     train(training, log, run_dir, total_steps, epoch_steps)
     log.write("rank", **rank_facts(training, place))
     log.close()
+    beat()
     mesh.wait()
     if place.ranks > 1:
         dist.destroy_process_group()
 
 
 def train(training: Training, log: EventLog, run_dir: Path, total_steps: int, epoch_steps: int) -> None:
-    """All steps, the evaluations between them, and the best model's test."""
+    """All steps, the evaluations between them, and the best model's test; a run that is pruned ends without it."""
     config = training.config
     trainer = config.trainer
     best, best_step = float("inf"), 0
@@ -76,12 +81,17 @@ def train(training: Training, log: EventLog, run_dir: Path, total_steps: int, ep
                 seconds=now - last,
             )
         if step == total_steps or step % (trainer.eval_every or epoch_steps) == 0:
-            loss = report(training, log, "val", step)
+            values = report(training, log, "val", step)
+            loss = values["loss"]
             if loss < best or (step == total_steps and best_step == 0):  # a loss of NaN is no best, but a last resort
                 best, best_step = loss, step
                 save_best(training, run_dir)
                 if training.mesh.rank == 0:
                     log.write("best", step=step, loss=loss)
+            if is_pruned(training.mesh, training.device, step, values):
+                if training.mesh.rank == 0:
+                    log.write("pruned", step=step)
+                return
             now = time.perf_counter()
         last = now
     if trainer.test:
@@ -106,13 +116,13 @@ def steps(training: Training, total_steps: int, epoch_steps: int) -> Iterator[tu
             yield number, epoch, batch
 
 
-def report(training: Training, log: EventLog, split: str, step: int) -> float:
-    """Evaluate on a split and write it down; returns the loss. step: the one whose model this is."""
+def report(training: Training, log: EventLog, split: str, step: int) -> dict[str, float]:
+    """Evaluate on a split and write it down; returns the values. step: the one whose model this is."""
     started = time.perf_counter()
     values = evaluate(training, split, training.config.trainer.eval_batches)
     if training.mesh.rank == 0:
         log.write("eval", split=split, step=step, **values, seconds=time.perf_counter() - started)
-    return values["loss"]
+    return values
 
 
 def start_facts(training: Training, total_steps: int, epoch_steps: int) -> dict[str, object]:

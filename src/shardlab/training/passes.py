@@ -14,6 +14,7 @@ from torch import Tensor
 from shardlab.parallel.dropout import Masks
 from shardlab.parallel.microbatch import MicroBatch
 from shardlab.training.build import Training
+from shardlab.training.pulse import beat
 
 
 def forward_backward(
@@ -27,8 +28,12 @@ def forward_backward(
     model = training.model
 
     def forward(x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        beat()  # what it waited for, in a pipeline, is here
         y = model(x, micro_batch.lengths, masks(micro_batch))
-        return model.loss(y, micro_batch.targets) / targets if model.head is not None else y
+        y = model.loss(y, micro_batch.targets) / targets if model.head is not None else y
+        y.register_hook(_beat_before_backward)
+        beat()
+        return y
 
     total = torch.zeros((), dtype=torch.float64, device=training.device)
     if training.pipeline is not None:
@@ -38,10 +43,16 @@ def forward_backward(
         for micro_batch in micro_batches:
             loss = forward(micro_batch.inputs, micro_batch)
             loss.backward()
+            beat()
             losses.append(loss.detach())
     for loss in losses:
         total += loss.detach()
     return total
+
+
+def _beat_before_backward(_: Tensor) -> None:
+    """In a pipeline the schedule calls backward, when the gradient has come."""
+    beat()
 
 
 def forward_only(training: Training, micro_batches: list[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor]]:
@@ -51,7 +62,9 @@ def forward_only(training: Training, micro_batches: list[MicroBatch]) -> Iterato
     """
 
     def forward(x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        beat()
         y: Tensor = training.model(x, micro_batch.lengths)
+        beat()
         return y
 
     if training.pipeline is not None:

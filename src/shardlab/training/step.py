@@ -15,6 +15,7 @@ from shardlab.parallel.mesh import LOSS_AXES
 from shardlab.parallel.microbatch import MicroBatch
 from shardlab.training.build import Training
 from shardlab.training.passes import forward_backward
+from shardlab.training.pulse import beat
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ def train_step(training: Training, batch: Batch, step: int, lr: float) -> StepRe
     for group in training.optimizer.param_groups:
         group["lr"] = lr
     training.optimizer.step()
+    beat()
     return StepResult(float(loss), float(norm))
 
 
@@ -50,4 +52,5 @@ def gradients(training: Training, batch: Batch, step: int) -> torch.Tensor:
     reducer.start(len(mine))
     loss = forward_backward(training, mine, masks, count_targets(batch.targets))
     reducer.finish()
+    beat()
     return training.mesh.sum(loss, LOSS_AXES)

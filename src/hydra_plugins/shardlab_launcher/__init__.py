@@ -1,0 +1,1 @@
+"""Hydra finds the launcher here when shardlab is installed: hydra/launcher=shardlab."""

@@ -1,0 +1,112 @@
+"""A whole search: check everything, open the study, run the trials, leave the results."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import optuna
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.plugins.launcher import Launcher
+from omegaconf import DictConfig, OmegaConf
+from optuna.exceptions import StorageInternalError
+
+from hydra_plugins.shardlab_optuna._pictures import draw
+from hydra_plugins.shardlab_optuna._space import Space, space_of
+from hydra_plugins.shardlab_optuna._study import check_keys, counted, open_study
+from hydra_plugins.shardlab_optuna._trials import JOB, Trials
+from hydra_plugins.shardlab_optuna.sweeper import OptunaConf
+from shardlab.config.compose import to_config
+from shardlab.config.identity import config_hash
+from shardlab.config.objectives import check_objective, goes_up, names_of
+from shardlab.config.strategies import is_classifier
+from shardlab.errors import ShardlabError
+from shardlab.launch.streams import tell
+from shardlab.sweeps import best
+from shardlab.tracking.provenance import without_credentials
+
+RESULTS = "optimization_results.yaml"
+"""As the sweeper of Hydra's own for Optuna calls it, with the same keys."""
+
+
+def sweep(keys: OptunaConf, words: list[str], config: DictConfig, loader: ConfigLoader, launcher: Launcher) -> None:
+    """Search, or go on with a search.
+
+    words: the overrides; config: composed without those that are searched; loader: composes a job's
+    Leaves study.db, multirun.yaml, optimization_results.yaml, history.png and importance.png in the sweep's folder,
+    and the best jobs in `shardlab.sweeps.best.found`. Raises ShardlabError before the first job.
+    """
+    best.found.clear()
+    space = space_of(OverridesParser.create(loader).parse_overrides(words))
+    # Some job of the space: what is wrong with every job is said here, once.
+    job = to_config(loader.load_sweep_config(config, space.first))
+    check_objective(job.sweep.objective, is_classifier(job))
+    objectives = names_of(job.sweep.objective)
+    check_keys(keys, space, objectives, can_stop=hasattr(launcher, "submit"))
+
+    folder = Path(config.hydra.sweep.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "multirun.yaml").write_text(without_credentials(OmegaConf.to_yaml(config)), encoding="utf-8")
+    except OSError as error:
+        raise ShardlabError(f"hydra.sweep.dir={folder} can't be written: {error.strerror or error}") from error
+    about = {
+        "objective": objectives,
+        "searched values": {name: key.text for name, key in space.keys.items()},
+        "fixed values": config_hash(job),
+    }
+    study = open_study(keys, folder, [goes_up(name) for name in objectives], about)
+    seed = abs(job.seed) if keys.seed is None else keys.seed
+    trials = Trials(study, space, objectives, folder, sampler=keys.sampler, seed=seed, prunes=keys.pruner != "none")
+    try:
+        trials.fail_running(everywhere=keys.storage is None)
+        missing = keys.n_trials - counted(study)
+        if missing <= 0:
+            tell(
+                f"the study has {counted(study)} trials and hydra.sweeper.n_trials={keys.n_trials}: nothing to run",
+                sys.stderr,
+            )
+        try:
+            trials.run(max(missing, 0), launcher, job.sweep.parallel)
+        finally:
+            _finish(study, space, objectives, folder)
+    except StorageInternalError as error:
+        cause = str(error.__cause__ or error).splitlines()[0]
+        raise ShardlabError(f"the study {study.study_name} can't be written: {without_credentials(cause)}") from error
+
+
+def _finish(study: optuna.Study, space: Space, objectives: list[str], folder: Path) -> None:
+    """Leave the results. What goes wrong here costs a line, not the search."""
+    try:
+        best.found[:] = best_jobs(study, space, objectives)
+        if best.found:
+            OmegaConf.save(_results(best.found), folder / RESULTS)
+        draw(study, objectives, folder)
+    except Exception as error:
+        tell(f"warning: no results of the search: {type(error).__name__}: {error}".splitlines()[0], sys.stderr)
+
+
+def best_jobs(study: optuna.Study, space: Space, objectives: list[str]) -> list[best.Best]:
+    """The jobs that no other beats, by number: one for one objective, the Pareto front for several; [] before any."""
+    complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+    front = [] if not complete else [study.best_trial] if len(objectives) == 1 else study.best_trials
+    return [
+        best.Best(
+            number=trial.user_attrs.get(JOB, trial.number),
+            values=dict(zip(objectives, trial.values, strict=True)),
+            params=space.values(trial.params),
+        )
+        for trial in sorted(front, key=lambda trial: trial.number)
+    ]
+
+
+def _results(found: list[best.Best]) -> DictConfig:
+    rows: list[dict[str, Any]] = [
+        {"job": one.number, "params": dict(one.params), "values": list(one.values.values())} for one in found
+    ]
+    if len(found[0].values) > 1:
+        return OmegaConf.create({"name": "optuna", "solutions": rows})
+    row = rows[0]
+    return OmegaConf.create(
+        {"name": "optuna", "best_job": row["job"], "best_params": row["params"], "best_value": row["values"][0]}
+    )

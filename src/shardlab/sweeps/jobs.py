@@ -1,0 +1,312 @@
+"""The jobs of a sweep: Hydra composes each and calls `run`; the work is done in a slot of the pool, if there is one.
+
+A job never raises for its own mistake or failure: Hydra would announce it in its own words, the first one only, at
+the end. Its reason is said at once and kept as a row, and the others go on. An interrupt ends the whole command, and
+so does a failure under sweep.fail_fast.
+"""
+
+import contextlib
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from shardlab.config.check import Share, settle, visible_gpus
+from shardlab.config.compose import Composed, composed_from
+from shardlab.config.room import check_processes
+from shardlab.errors import ShardlabError
+from shardlab.launch.job import Job
+from shardlab.launch.jobs import Jobs
+from shardlab.launch.new_folder import remove_empty
+from shardlab.launch.signals import Signals, Stop, Stopped
+from shardlab.launch.streams import open_missing, tell
+from shardlab.sweeps import trials
+from shardlab.sweeps.books import Sweep
+from shardlab.sweeps.live import Live, live
+from shardlab.sweeps.rows import DONE, Row, table
+from shardlab.sweeps.slots import Pool, Slot, slots
+from shardlab.tracking.mlflow_sink import where_to_look
+
+if TYPE_CHECKING:
+    from shardlab.cluster.lead import Lead
+    from shardlab.tracking.record import RunRecord
+
+Objective = float | tuple[float, ...] | None
+"""What a sweeper is told of a job: a value, or one for each of several objectives; None where it has none."""
+
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every job of a sweep must know, in whichever process it runs.
+
+    folder: the sweep's; about: see books.py
+    varied: the keys that take several values; total: the number of jobs, None if only the sweeper knows
+    parallel: jobs at the same time; ranks: the most that any job uses
+    """
+
+    folder: Path
+    about: dict[str, Any]
+    varied: tuple[str, ...]
+    total: int | None
+    parallel: int
+    fail_fast: bool
+    objectives: tuple[str, ...]
+    ranks: int = 0
+
+    @property
+    def share(self) -> Share:
+        """What one job may use of the machine."""
+        return Share(max(1, len(os.sched_getaffinity(0)) // self.parallel), visible_gpus() // self.parallel, self.ranks)
+
+
+class SweepJobs(Jobs):
+    """All jobs of one sweep.
+
+    sweep: its books; stop: pulled when no further job is to begin; lead: see hydra_app.train
+    """
+
+    def __init__(self, plan: Plan, lead: "Lead | None" = None) -> None:
+        super().__init__()
+        open_missing()
+        self.plan, self.lead = plan, lead
+        self.sweep = Sweep(plan.folder, plan.about, plan.objectives)
+        self.stop = Stop()
+        self.live: Live = live(plan.total, plan.objectives)
+        self.skipped = 0
+        self._done: dict[str, Row] = {}
+        self.reload()
+        self._pool: Pool | None = None
+        self._signals: Signals | None = None
+        self._open = contextlib.ExitStack()
+        self._ended_by: BaseException | None = None
+
+    def __reduce__(self) -> tuple[Callable[[Plan], "SweepJobs"], tuple[Plan]]:
+        """A launcher that runs jobs in other processes, such as joblib's, sends this there. The sweep stays ours."""
+        if self.lead is not None:
+            raise ShardlabError("a job of several processes runs its runs itself; leave hydra/launcher as it is")
+        self.sweep.begin()
+        return _elsewhere, (self.plan,)
+
+    def reload(self) -> None:
+        """Look up which configs need not be run again."""
+        self._done = {row.hash: row for row in self.sweep.rows.read() if row.status in DONE}
+
+    def open_pool(self) -> None:
+        """Have the jobs run in slots from now on; nothing if they do. From the main thread; `close` ends it."""
+        if self._pool is None:
+            self._signals = self._open.enter_context(Signals())
+            self._pool = Pool(slots(self.plan.parallel))
+            self._open.callback(self._pool.close)
+            self._open.enter_context(self.live)
+
+    def close(self) -> None:
+        """Begin no further job and wait for those that run."""
+        self._open.close()
+
+    def wait(self, futures: "list[Future[Objective]]") -> None:
+        """Return when all of them are done. Raises what an interrupt means, and Stopped after a failure that counts."""
+        pending = set(futures)
+        while pending:
+            self.check()
+            pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED).not_done
+        self.check()
+
+    def check(self) -> None:
+        """Raise if the sweep is to end."""
+        if self._signals is not None:
+            self._signals.check()
+        if self._ended_by is not None:
+            raise self._ended_by
+        if self.stop.reason is not None:
+            raise Stopped(self.stop.reason)
+
+    def run(self, cfg: DictConfig) -> "Objective | Future[Objective]":
+        """Hydra's call for one composed job: returns its objective, or, in a pool, the Future of it."""
+        ended = self._run(cfg)
+        if self._pool is None or isinstance(ended, Future):
+            return ended
+        known: Future[Objective] = Future()  # it has nothing to run
+        known.set_result(ended)
+        return known
+
+    def _run(self, cfg: DictConfig) -> "Objective | Future[Objective]":
+        self.started = True
+        self.check()
+        hydra = cast(DictConfig, HydraConfig.get())
+        words = list(hydra.overrides.task)
+        own = [word for word in words if word.lstrip("+").partition("=")[0] in self.plan.varied]
+        row = Row(int(hydra.job.num), " ".join(own or words), "", "running", overrides=own or words)
+        subfolder = self.plan.folder / str(hydra.sweep.subdir)
+        try:
+            composed = composed_from(cfg, hydra)
+            row = replace(row, hash=composed.hash)
+            if (done := self._done.get(row.hash)) is not None:
+                return self._skip(done, row)
+            folder = free_folder(subfolder)
+            composed = replace(composed, config=replace(composed.config, run_dir=str(folder)))
+            settled, notes = settle(composed, self.plan.share if self.lead is None else self.lead.share())
+            if self.lead is not None:
+                check_processes(settled.config, self.lead.job.ranks)
+        except ShardlabError as error:
+            self._remove_empty(subfolder)
+            self._failed(row, error)
+            return None
+        for note in notes:
+            tell(f"job {row.number}: {note}", sys.stderr)
+        environment = {str(key): str(value) for key, value in hydra.job.env_set.items()}
+        row = replace(row, folder=os.path.relpath(folder, self.plan.folder))
+
+        def work(slot: Slot) -> Objective:
+            whole = Slot((), ())  # each process of a job knows what of its host is its own
+            return self._work(settled, row, hydra, slot if self.lead is None else whole, environment)
+
+        return work(Slot((), ())) if self._pool is None else self._pool.submit(work)
+
+    def _skip(self, done: Row, row: Row) -> Objective:
+        """The objective of a job that finished when the same command ran before."""
+        if done.number != row.number:
+            self.sweep.rows.write(replace(done, number=row.number, what=row.what, overrides=row.overrides))
+        self.skipped += 1
+        self.live.ended(replace(done, number=row.number, what=row.what), again=False)
+        return _value(done.objective)
+
+    def _work(
+        self, settled: Composed, row: Row, hydra: DictConfig, slot: Slot, environment: dict[str, str]
+    ) -> Objective:
+        """Do one job, from its row's first line to its last."""
+        if self.stop.reason is not None:
+            return None
+        from shardlab.launch.run import run
+
+        started = time.monotonic()
+        folder = Path(settled.config.run_dir)
+        job = Job(
+            number=row.number,
+            what=row.what,
+            sweep=self.sweep.folder,
+            begin=self.sweep.begin,
+            cores=slot.cores or None,
+            environment={**environment, **slot.environment},
+            stop=self.stop,
+            answer=trials.prunes.get(row.number),
+            shown=self.live.shows_progress,
+        )
+        try:
+            self.sweep.begin()
+            self.sweep.rows.write(row)
+            self.live.began(row, folder)
+            record = run(settled, job=job, hydra=hydra, lead=self.lead)
+        except (KeyboardInterrupt, SystemExit, Stopped) as end:
+            if isinstance(end, SystemExit) and not _is_of_a_signal(end):
+                self._failed(replace(row, seconds=time.monotonic() - started), end)
+                return None
+            reason = end.reason if isinstance(end, Stopped) else "interrupted"
+            self._keep(replace(row, status="killed", reason=reason, seconds=time.monotonic() - started))
+            if self._pool is None:
+                raise
+            if not isinstance(end, Stopped):
+                self._ended_by = end
+            return None
+        except Exception as error:
+            self._remove_empty(folder)
+            self._failed(replace(row, seconds=time.monotonic() - started), error)
+            return None
+        return self._finished(replace(row, seconds=time.monotonic() - started), record)
+
+    def _finished(self, row: Row, record: "RunRecord") -> Objective:
+        values = [record.value(name) for name in self.plan.objectives]
+        known = [value for value in values if value is not None]
+        odd = [
+            f"{name} is {'missing' if value is None else value}"
+            for name, value in zip(self.plan.objectives, values, strict=True)
+            if value is None or math.isnan(value)
+        ]
+        if odd:
+            self._keep(replace(row, status="failed", reason=", ".join(odd)))
+            return None
+        pruned = record.pruned
+        row = replace(row, objective=known, status="finished" if pruned is None else "pruned")
+        self._keep(row if pruned is None else replace(row, reason=f"at step {pruned}"))
+        return _value(known)
+
+    def _failed(self, row: Row, error: BaseException) -> None:
+        """Say at once what went wrong, and keep it for the table."""
+        from shardlab.launch.ranks import RanksFailed
+        from shardlab.launch.run import RunFailed
+
+        status, reason = "failed", str(error)
+        if isinstance(error, ShardlabError):
+            status = "failed" if isinstance(error.__cause__, RanksFailed) else "refused"
+        elif isinstance(error, RunFailed):
+            reason = error.reason
+            if isinstance(error.__cause__, RanksFailed) and error.__cause__.text:
+                tell(f"job {row.number}: {error.__cause__.text.rstrip()}", sys.stderr)
+        else:  # a bug: its traceback is wanted, but the other jobs are not to blame
+            tell("".join(traceback.format_exception(error)).rstrip(), sys.stderr)
+            reason = f"{type(error).__name__}: {error}"
+        self._keep(replace(row, status=status, reason=" ".join(reason.split())))
+
+    def _remove_empty(self, folder: Path) -> None:
+        """Remove what Hydra made for a job that came to nothing."""
+        remove_empty([each for each in (folder, *folder.parents) if self.plan.folder in each.parents])
+
+    def _keep(self, row: Row) -> None:
+        self.sweep.rows.write(row)
+        self.live.ended(row)
+        if row.status == "failed" and self.plan.fail_fast:
+            self.stop.pull(f"job {row.number} failed, and sweep.fail_fast=true")
+
+    @property
+    def rows(self) -> list[Row]:
+        """The jobs of this sweep that have a row, as it is now."""
+        return self.sweep.rows.read()
+
+    def status(self) -> int:
+        """0 if all jobs finished, 2 if all were refused, else 1. ShardlabError if there was none."""
+        rows = self.rows
+        if not rows:
+            raise ShardlabError("the sweep holds no combination; give each key at least one value")
+        tell(table(rows, self.plan.folder, list(self.plan.objectives)), sys.stdout)
+        look = [where_to_look(self.sweep.folder / row.folder) for row in rows if row.folder]
+        if any(look):
+            tell(f"MLflow: {next(filter(None, look))}", sys.stdout)
+        statuses = {row.status for row in rows}
+        if statuses <= set(DONE):
+            return 0
+        return 2 if statuses == {"refused"} else 1
+
+
+def _elsewhere(plan: Plan) -> SweepJobs:
+    """The jobs as another process has them, whose launcher began the sweep."""
+    jobs = SweepJobs(plan)
+    jobs.sweep.begun = True
+    return jobs
+
+
+def free_folder(folder: Path) -> Path:
+    """The folder, or where an earlier try of the same job has left something, FOLDER-2 and so on."""
+    number, free = 1, folder
+    while free.exists() and (not free.is_dir() or any(free.iterdir())):
+        number += 1
+        free = folder.with_name(f"{folder.name}-{number}")
+    return free
+
+
+def _is_of_a_signal(end: SystemExit) -> bool:
+    """Whether it is what a signal to the launcher becomes, rather than somebody's sys.exit."""
+    return isinstance(end.code, int) and end.code > 128
+
+
+def _value(objective: list[float]) -> Objective:
+    return objective[0] if len(objective) == 1 else tuple(objective) or None
