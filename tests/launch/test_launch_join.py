@@ -1,5 +1,6 @@
 """The same command under torchrun, or as srun starts it, is one run: one folder, one record, one account of its end."""
 
+import json
 import os
 import subprocess
 import sys
@@ -57,6 +58,7 @@ def test_a_run_under_torchrun_is_the_plain_one_bit_for_bit(tmp_path: Path, plain
     assert RunRecord.load(folder).status == "FINISHED"
     assert {"rank-0.log", "rank-1.log", "rank-1.jsonl"} <= {file.name for file in folder.iterdir()}
     assert len(lines(launcher, "finished after 4 steps")) == 1
+    assert "ranks=2" in json.loads((folder / "provenance.json").read_text())["overrides"]
 
 
 def srun(folder: Path, *words: str, ranks: int = 2, **changed: str) -> list[Launcher]:
@@ -107,6 +109,23 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_once(
     record = RunRecord.load(tmp_path / "run")
     assert (record.status, record.reason) == ("FAILED", reason)
     assert len(lines(launcher, reason)) == 1, launcher.output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_is_named_whichever_launcher_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setenv("FAULT", "wait")
+    monkeypatch.setenv("FAULT_RANK", str(rank))
+    launchers = srun(tmp_path, *SHORT, "run_dir=run", "runtime.timeout=20")
+    try:
+        assert [launcher.end(SECONDS) for launcher in launchers] == [1, 1], launchers[0].output
+        assert [launcher.left_after(10) for launcher in launchers] == [[], []]
+    finally:
+        kill_all(*launchers)
+    reason = RunRecord.load(tmp_path / "run").reason
+    assert reason is not None
+    assert reason.startswith(f"rank {rank} hangs: silent for 20 s (runtime.timeout), in _wait at launch_faults.py:")
 
 
 def test_a_launcher_that_is_killed_is_named_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

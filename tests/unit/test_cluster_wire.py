@@ -1,21 +1,25 @@
 """Messages between lead and followers: whole ones arrive, everything else is refused, and silence is noticed."""
 
 import json
+import re
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from shardlab.cluster import wire
+from shardlab.cluster import follow, wire
 from shardlab.cluster.follow import facts
 from shardlab.cluster.job import Job
 from shardlab.cluster.lead import Lead
 from shardlab.cluster.network import interface_of, listen
 from shardlab.cluster.wire import Link, WireError
+from shardlab.config.compose import compose, config_yaml
 from shardlab.errors import ShardlabError
+from shardlab.launch.signals import Signals
 
 Pair = tuple[Link, socket.socket]
 
@@ -214,3 +218,43 @@ def test_gpus_are_dealt_out_among_those_that_see_the_same(lead: tuple[Lead, Call
 def test_the_loopback_interface_is_found_by_its_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.1") is None
+
+
+FOLDERS = [
+    # what this host sees as provenance.json        what it says
+    ("the lead's", None),
+    ("another's", "is not the lead's folder on .* is another run's.*; give a run_dir on a file system that all hosts"),
+    (None, "is not the lead's folder on .* can't be read: No such file or directory"),
+]
+
+
+@pytest.mark.parametrize(("seen", "why"), FOLDERS)
+def test_a_run_folder_that_is_not_shared_is_refused(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str | None, why: str | None
+) -> None:
+    monkeypatch.setattr(follow, "SHARED_SECONDS", 0.1)
+    link, raw = pair
+    if seen is not None:
+        (tmp_path / "provenance.json").write_text(seen)
+    follower = follow._Follower(JOB, link, "node0", Signals())
+    follower._begin({"folder": str(tmp_path), "provenance": "the lead's"})
+    answer = Link(raw).receive(10)
+    assert answer is not None
+    assert answer["mendable"]
+    if why is None:
+        assert answer["reason"] is None
+    else:
+        assert re.search(why, answer["reason"])
+
+
+def test_a_config_that_has_travelled_is_the_same_and_data_that_differ_are_refused(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, raw = pair
+    composed = compose(["optimizer.kwargs.eps=1e-7", "strategy=pipeline", "strategy.split=[1,3]", "seed=7"])
+    follower = follow._Follower(JOB, link, "node0", Signals())
+    follower._prepare({"config": config_yaml(composed.config), "fingerprint": "0123"})
+    assert follower.config == composed.config
+    answer = Link(raw).receive(10)
+    assert answer is not None
+    assert "dataset pydoc has other contents on " in answer["reason"]
