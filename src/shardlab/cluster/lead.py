@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +77,7 @@ class Lead:
         self._listener, self._token = listener, token
         self._patience = PATIENCE
         self._rendezvous = ""
+        self._is_over = False
         self._facts = facts()
         self._followers: dict[int, _Follower] = {}
         self._changed = threading.Condition()
@@ -150,6 +150,7 @@ class Lead:
     def over(self, status: int, seconds: float) -> None:
         """Tell every follower that the command has ended, and how. seconds: how long to wait for those yet to come."""
         with self._changed:
+            self._is_over = True
             self._changed.wait_for(lambda: len(self._followers) == self.job.ranks - 1, seconds)
             followers = list(self._followers.values())
         for follower in followers:
@@ -164,39 +165,41 @@ class Lead:
                 threading.Thread(target=self._welcome, args=(connection,), name="welcome", daemon=True).start()
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Let a follower in; a stranger is let go without a word."""
+        """Let a follower in, or tell a stranger why not."""
         link = Link(connection)
         try:
-            hello = link.receive(HELLO_SECONDS, LARGEST_HELLO)
-            if hello is None or not hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode()):
-                link.send("refused", reason="this is another job's lead")
-                link.close()
-                return
-            rank = int(hello["rank"])
-            ours = {name: version(name) for name in ("shardlab", "torch")}
-            reason = None
+            hello = link.receive(HELLO_SECONDS, LARGEST_HELLO) or {}
             with self._changed:
-                if rank in self._followers or not 0 < rank < self.job.ranks:
-                    reason = (
-                        f"there is a rank {rank} already" if rank in self._followers else f"there is no rank {rank}"
-                    )
-                elif hello["versions"] != ours:
-                    reason = f"its versions are {hello['versions']}, the lead's {ours}; install the same on all hosts"
-                if reason is None:
-                    link.send("welcome")
-                    self._followers[rank] = _Follower(rank, hello, link)
-                    self._changed.notify_all()
-            if reason is not None:
-                link.send("refused", reason=reason)
-                link.close()
-                return
+                reason = self._objection(hello)
+                if reason is not None:
+                    link.send("refused", reason=reason)
+                    link.close()
+                    return
+                link.send("welcome")
+                follower = _Follower(int(hello["rank"]), hello, link)
+                self._followers[follower.rank] = follower
+                self._changed.notify_all()
         except (OSError, EOFError, WireError, KeyError, TypeError, ValueError):
             link.close()
             return
-        follower = self._followers[rank]
         link.attend(
-            lambda m: self._hear(follower, m), lambda *what: self._miss(follower, *what), lambda: self._patience
+            lambda message: self._hear(follower, message),
+            lambda why, since: self._miss(follower, why, since),
+            lambda: self._patience,
         )
+
+    def _objection(self, hello: Message) -> str | None:
+        """Why whoever says this can't join; None if it can."""
+        if not hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode()):
+            return "this is another job's lead"
+        if hello["rank"] in self._followers:
+            return f"there is a rank {hello['rank']} already"
+        if hello["rank"] not in range(1, self.job.ranks):
+            return f"there is no rank {hello['rank']}"
+        if hello["versions"] != self._facts["versions"]:
+            ours = self._facts["versions"]
+            return f"its versions are {hello['versions']}, the lead's {ours}; install the same on all hosts"
+        return None
 
     def _hear(self, follower: _Follower, message: Message) -> None:
         """Take in a message; in the thread of that follower's connection."""
@@ -211,7 +214,7 @@ class Lead:
                 case "exit" if remote is not None:
                     remote.end(int(message["code"]))
                     follower.remote = None
-                case "signal" if message["number"] in HANDLED:
+                case "signal" if message["number"] in HANDLED and not self._is_over:
                     os.kill(os.getpid(), int(message["number"]))  # what is done to one process is done to the job
             self._changed.notify_all()
 
