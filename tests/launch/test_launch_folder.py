@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_parts import composed, job_of, stand_in
-from shardlab.launch.sweep import Sweep
+from launch_parts import composed, job_of, stand_in, sweep_of
 
 from shardlab.cli import main
 from shardlab.config.compose import compose
@@ -88,7 +87,7 @@ def test_a_disk_that_is_full_at_the_end_fails_the_run(
 
 
 def test_of_two_sweeps_at_once_in_one_folder_the_second_is_refused() -> None:
-    first, second = (Sweep(Path("sweep"), ["shardlab", "train", "-m", f"seed={seed},9"]) for seed in (1, 2))
+    first, second = (sweep_of("sweep", ["shardlab", "train", "-m", f"seed={seed},9"]) for seed in (1, 2))
     first.begin()
     first.begin()
     with pytest.raises(ShardlabError, match=r"hydra\.sweep\.dir=\S+ holds another sweep"):
@@ -98,7 +97,7 @@ def test_of_two_sweeps_at_once_in_one_folder_the_second_is_refused() -> None:
 
 
 def test_a_sweep_on_a_full_disk_still_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = Sweep(Path("sweep"), ["shardlab"])
+    sweep = sweep_of("sweep")
     sweep.begin()
     monkeypatch.setattr("shardlab.tracking.sweep_parent.write_sweep", full)
     assert sweep.finish() == "FINISHED"
@@ -130,7 +129,7 @@ def test_a_jobs_name_says_what_is_its_own_once(overrides: list[str], own: str, n
 
 
 def test_provenance_says_which_job_of_which_sweep_a_run_is() -> None:
-    sweep = Sweep(Path("sweep"), ["shardlab"])
+    sweep = sweep_of("sweep")
     made = composed("none", "run_dir=sweep/3", "optimizer.lr=0.1")
     record = run(made, job=job_of(sweep, 3, "optimizer.lr=0.1"))
     about = record.provenance

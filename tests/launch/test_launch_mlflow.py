@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_parts import FINGERPRINT, composed, job_of, stand_in
+from launch_parts import FINGERPRINT, composed, ended, job_of, stand_in, sweep_of
 from launch_processes import Launcher
-from shardlab.launch.sweep import Sweep
 
 from shardlab.errors import ShardlabError
 from shardlab.launch import run as run_module
@@ -123,12 +122,15 @@ def test_a_failed_run_is_shown_as_failed_with_its_logs(store: str) -> None:
 
 
 def test_a_sweep_is_a_parent_over_its_jobs_with_their_summary(store: str) -> None:
-    sweep = Sweep(Path("sweeps/a"), ["shardlab", "train", "-m", "seed=1,2"], ["seed=1,2"])
+    sweep = sweep_of("sweeps/a", ["shardlab", "train", "-m", "seed=1,2"], ["seed=1,2"])
     run(composed("none", *tracked(store, "job"), "run_dir=sweeps/a/0"), job=job_of(sweep, 0, "seed=1"))
     with pytest.raises(RunFailed):
         run(composed("leave", *tracked(store, "job"), "run_dir=sweeps/a/1"), job=job_of(sweep, 1, "seed=2"))
     assert shown(store)["sweep a"].info.status == "RUNNING"
-    assert sweep.finish(refused=1) == "FAILED"
+    ended(sweep, 0, "finished", 0.3)
+    ended(sweep, 1, "failed")
+    ended(sweep, 2, "refused")
+    assert sweep.finish() == "FAILED"
     runs = shown(store)
     parent = runs["sweep a"]
     assert parent.info.status == "FAILED"
@@ -153,9 +155,11 @@ def test_a_sweep_is_a_parent_over_its_jobs_with_their_summary(store: str) -> Non
 
 
 def test_a_resumed_sweep_runs_again_and_its_end_shows_the_best_job_and_the_pictures(store: str) -> None:
-    sweep, where = Sweep(Path("sweeps/c"), ["shardlab"]), Store(store, "e")
+    where = Store(store, "e")
     client, _ = client_of(store)
     for attempt in range(2):
+        sweep = sweep_of("sweeps/c")
+        sweep.claim()
         run(composed("none", *tracked(store, "tried"), f"run_dir=sweeps/c/{attempt}"), job=job_of(sweep, attempt))
         parent = shown(store)["sweep c"]
         assert parent.info.status == "RUNNING"
@@ -167,6 +171,7 @@ def test_a_resumed_sweep_runs_again_and_its_end_shows_the_best_job_and_the_pictu
         parent = shown(store)["sweep c"]
         assert (parent.info.status, parent.data.metrics) == ("KILLED", {"sweep/best": 2.0 - attempt})
         best = client.get_run(parent.data.tags["shardlab.best_run"])
+        sweep.release()
         assert best.data.tags["shardlab.job"] == parent.data.tags["shardlab.best_job"] == str(attempt)
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert files == {"sweep.csv", "parallel.png"}
@@ -174,7 +179,7 @@ def test_a_resumed_sweep_runs_again_and_its_end_shows_the_best_job_and_the_pictu
 
 def test_jobs_at_the_same_time_have_one_parent(store: str) -> None:
     """Threads of one process, each with its own sink."""
-    sweep = Sweep(Path("sweeps/d"), ["shardlab"])
+    sweep = sweep_of("sweeps/d")
     records: list[RunRecord] = []
 
     def work(number: int) -> None:
@@ -201,8 +206,9 @@ def test_a_dead_server_costs_one_warning_and_sync_ships_all_later(
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     dead = "http://me:secret@127.0.0.1:9"
-    sweep = Sweep(Path("sweeps/b"), ["shardlab"])
+    sweep = sweep_of("sweeps/b")
     record = run(composed("none", *tracked(dead, "later"), "run_dir=sweeps/b/0"), job=job_of(sweep, 0))
+    ended(sweep, 0, "finished", 0.3)
     assert sweep.finish() == "FINISHED"
     said = capfd.readouterr()
     [warning] = [line for line in said.err.splitlines() if not line.startswith("later: ")]

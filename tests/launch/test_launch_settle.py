@@ -24,12 +24,11 @@ from shardlab.tracking.store import Store, open_store
 CODE = """
 import sys
 from pathlib import Path
-from launch_parts import composed, job_of, stand_in
+from launch_parts import composed, job_of, stand_in, sweep_of
 from shardlab.launch import run as run_module
-from shardlab.launch.sweep import Sweep
 stand_in(run_module)
 uri, folder, fault = sys.argv[1:]
-sweep = Sweep(Path(folder), ["shardlab", "train"])
+sweep = sweep_of(folder, ["shardlab", "train"])
 tracked = ["tracking=mlflow", f"tracking.uri={uri}", "tracking.experiment=e", f"tracking.run_name={folder}"]
 run_module.run(composed(fault, *tracked, f"run_dir={folder}/0"), job=job_of(sweep, 0))
 """

@@ -183,7 +183,7 @@ def test_exit_in_a_job_is_a_failure_and_an_objective_of_nan_is_one() -> None:
     assert ended.process.returncode == 1
     shown = {row["what"]: (row["status"], row["reason"]) for row in rows().values()}
     assert shown["seed=1 optimizer.lr=0.1"][0] == "finished"
-    assert shown["seed=1 optimizer.lr=1e30"] == ("failed", "val/loss is nan")
+    assert shown["seed=1 optimizer.lr=1e+30"] == ("failed", "val/loss is nan")
     assert shown["seed=104 optimizer.lr=0.1"] == ("failed", "rank 1 raised RuntimeError: exit was called with 0")
 
 

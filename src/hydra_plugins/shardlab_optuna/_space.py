@@ -14,9 +14,12 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep, Sweep, Transformer
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
+from shardlab.config.overrides import GROUPS
 from shardlab.errors import ShardlabError
 
 Value = str | int | float
+
+CHOSEN_BY_NAME = (*GROUPS, "experiment")
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,14 @@ class Space:
         return self.fixed + [f"{key.written}={_text(values[name])}" for name, key in self.keys.items()]
 
     @property
-    def first(self) -> list[str]:
-        """The overrides of some job of the space."""
-        return self.overrides({name: key.first for name, key in self.keys.items()})
+    def samples(self) -> list[list[str]]:
+        """The overrides of some jobs of the space: one, and one for each further name of a group."""
+        first = {name: key.first for name, key in self.keys.items()}
+        jobs = [first]
+        for name, key in self.keys.items():
+            if name in CHOSEN_BY_NAME and isinstance(key.distribution, CategoricalDistribution):
+                jobs += [{**first, name: str(choice)} for choice in key.distribution.choices[1:]]
+        return [self.overrides(job) for job in jobs]
 
 
 def _text(value: Value) -> str:
@@ -113,6 +121,8 @@ def _key(override: Override) -> Key:
         raise ShardlabError(
             f"{word}: unknown tag {', '.join(sorted(tags - {'log'}))}; the one that means something is log"
         )
+    if name in CHOSEN_BY_NAME and isinstance(value, IntervalSweep | RangeSweep):
+        raise ShardlabError(f"{word}: {name} is chosen by name; give names, such as {name}=A,B, or glob(*)")
     if isinstance(value, IntervalSweep):
         return Key(name, written, text, _interval(word, value))
     if tags:

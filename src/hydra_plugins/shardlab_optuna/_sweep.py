@@ -38,8 +38,9 @@ def sweep(keys: OptunaConf, words: list[str], config: DictConfig, loader: Config
     """
     best.found.clear()
     space = space_of(OverridesParser.create(loader).parse_overrides(words))
-    # Some job of the space: what is wrong with every job is said here, once.
-    job = to_config(loader.load_sweep_config(config, space.first))
+    # What is wrong with every job, or with a name, is said here, once; what doesn't go together is a refused job.
+    jobs = [to_config(loader.load_sweep_config(config, sample)) for sample in space.samples]
+    job = jobs[0]
     check_objective(job.sweep.objective, is_classifier(job))
     objectives = names_of(job.sweep.objective)
     check_keys(keys, space, objectives, can_stop=hasattr(launcher, "submit"))

@@ -24,11 +24,6 @@ from shardlab.launch.new_folder import check_place, new_folders, remove_empty
 from shardlab.parallel.mesh import name_of
 from shardlab.tracking.provenance import provenance, without_credentials
 from shardlab.tracking.record import EVENTS, LINK, PROVENANCE
-from shardlab.tracking.sweep_parent import SWEEP
-
-MULTIRUN = "multirun.yaml"
-"""What Hydra writes into a sweep's folder."""
-
 
 LONGEST_RUN_NAME = 250
 """Characters; MLflow's databases take no more."""
@@ -78,15 +73,6 @@ def refuse_used(folder: Path) -> None:
                 f"run_dir={folder} holds {name}, which a run would overwrite; "
                 f"give an empty folder or a new one, such as run_dir={folder / 'run'}"
             )
-
-
-def refuse_used_sweep(folder: Path) -> None:
-    """Raise ShardlabError if the folder already holds a sweep."""
-    check_place(folder, "hydra.sweep.dir")
-    if any(os.path.lexists(folder / name) for name in (MULTIRUN, SWEEP)):
-        raise ShardlabError(
-            f"hydra.sweep.dir={folder} already holds a sweep; give another folder, or none for a new one"
-        )
 
 
 def make_folder(

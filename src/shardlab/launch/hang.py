@@ -55,7 +55,7 @@ def guilty(
 ) -> int | None:
     """The rank that hangs, or None if those that are silent wait for one that works.
 
-    silence: seconds, of each rank that is there; states, stacks: of the silent ones; a stack only if it answered
+    silence: seconds, of each rank that is there; states: of the kernel's; stacks: of those that answered
     """
     silent = sorted((rank for rank in silence if silence[rank] >= timeout), key=lambda rank: -silence[rank])
     stopped = [rank for rank in silent if states[rank] in STOPPED]
@@ -106,8 +106,7 @@ class HangWatch:
         if longest < self._next and min(seconds.values()) < self._timeout:
             return None
         self._next = longest + self._timeout / 4  # asked already: it waits for one that works
-        silent = {rank: process for rank, process in processes.items() if seconds[rank] >= self._timeout}
-        states, stacks = self._ask(silent)
+        states, stacks = self._ask(processes)
         self._silence.look(now, {rank: self._counts[rank] for rank in processes})  # one may have gone on meanwhile
         rank = guilty(self._silence.seconds, self._timeout, states, stacks)
         if rank is None or any(letter in GONE for letter in states.values()):  # its end is about to be noticed
@@ -116,12 +115,12 @@ class HangWatch:
             self._log(each, stack.text)
         return rank, self._hang(now, rank, states[rank], stacks)
 
-    def _ask(self, silent: Mapping[int, int | None]) -> tuple[dict[int, str], dict[int, Stack]]:
-        """How each of the silent ranks is, and the stacks of those that answer."""
-        here = {rank: process for rank, process in silent.items() if process is not None}
-        states = dict.fromkeys(silent, "S")
+    def _ask(self, processes: Mapping[int, int | None]) -> tuple[dict[int, str], dict[int, Stack]]:
+        """How each rank is, and the stacks of those that answer."""
+        here = {rank: process for rank, process in processes.items() if process is not None}
+        states = dict.fromkeys(processes, "S")
         stacks: dict[int, Stack] = {}
-        others = silent.keys() - here.keys()
+        others = processes.keys() - here.keys()
         if others and self._elsewhere is not None:
             for rank, (letter, text) in self._elsewhere(set(others)).items():
                 states[rank] = letter

@@ -169,8 +169,9 @@ class Sweep:
                 ) from error
             self.begun = True
 
-    def finish(self, *, interrupted: bool = False, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Write down how it ended, and have MLflow show it: FINISHED if no job failed; KILLED if interrupted.
+    def finish(self, *, interrupted: bool = False, give_up: Callable[[], bool] = lambda: False) -> str:
+        """Write down how it ended, and have MLflow show it. Returns the status: FINISHED if no job failed, else FAILED;
+        KILLED if interrupted.
 
         A server that can't be written costs one warning line; give_up: asked whether to wait for a slow one no more.
         """
@@ -192,7 +193,7 @@ class Sweep:
             stores = end_sweep(self.folder, status, metrics, tags)
         except OSError as error:  # a full disk
             tell(f"warning: the sweep's end can't be written: {error.strerror or error}", sys.stderr)
-            return
+            return status
         problems: list[str] = []
 
         def ship() -> None:
@@ -212,3 +213,4 @@ class Sweep:
         run = next((self.folder / row.folder for row in rows if row.folder), self.folder)
         for line in problems:
             tell(f"warning: {line}; to ship the sweep's end later: shardlab sync {run}", sys.stderr)
+        return status
