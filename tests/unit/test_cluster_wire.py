@@ -141,6 +141,16 @@ def lead() -> Iterator[tuple[Lead, Callable[[], Link]]]:
         link.close()
 
 
+def within(seconds: float) -> Callable[[], None]:
+    """A check that fails after that time."""
+    deadline = time.monotonic() + seconds
+
+    def check() -> None:
+        assert time.monotonic() < deadline
+
+    return check
+
+
 def hello(**changed: object) -> dict[str, object]:
     return {"token": "secret", "rank": 1, "local_rank": 1, **facts(), **changed}
 
@@ -196,7 +206,7 @@ def test_a_lost_follower_ends_the_wait_for_its_answer(lead: tuple[Lead, Callable
     made.share()
     link.close()
     with pytest.raises(ShardlabError, match="rank 1 on b is lost: its launcher has gone"):
-        made._ask("prepare", lambda: None)
+        made._ask("prepare", within(30))
 
 
 def test_gpus_are_dealt_out_among_those_that_see_the_same(lead: tuple[Lead, Callable[[], Link]]) -> None:
