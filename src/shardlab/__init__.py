@@ -20,10 +20,12 @@ __all__ = ["RunFailed", "RunRecord", "ShardlabError", "__version__", "train"]
 def train(overrides: Iterable[str]) -> "RunRecord":
     """Train once, as `shardlab train` does with the same overrides, and return the run's record.
 
-    Raises ShardlabError if the config or the data is wrong, RunFailed if the run was started and failed.
+    Raises ShardlabError if the config or the data is wrong, RunFailed if the run was started and failed. In one of
+    several processes that torchrun or srun has started it is refused: each of them would train a run of its own.
     """
     import sys
 
+    from shardlab.cluster.job import find_job
     from shardlab.config.check import settle
     from shardlab.config.compose import composed_from, composing
     from shardlab.config.overrides import check_overrides
@@ -31,6 +33,11 @@ def train(overrides: Iterable[str]) -> "RunRecord":
 
     if isinstance(overrides, str | Mapping) or not isinstance(overrides, Iterable):
         raise ShardlabError(f"train() takes a list of overrides such as ['model=tiny'], not {overrides!r}")
+    if (job := find_job()) is not None and job.ranks > 1:
+        raise ShardlabError(
+            f"shardlab.train() can't join a job of {job.ranks} processes (WORLD_SIZE={job.ranks}); "
+            "start `shardlab train ...` there, or call it in one process"
+        )
     words = list(overrides)
     check_overrides(words)
     with composing(words) as cfg:

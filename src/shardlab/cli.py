@@ -79,11 +79,26 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
-    from shardlab.hydra_app import train
+    from shardlab.cluster.job import find_job
     from shardlab.tracking.store import set_environment
 
     set_environment()
-    return train(words)
+    job = find_job()
+    if job is not None and job.rank > 0:
+        from shardlab.cluster.follow import follow
+
+        return follow(job)
+
+    from shardlab.hydra_app import train
+
+    if job is None:
+        return train(words)
+
+    from shardlab.cluster.lead import connect
+
+    with connect(job) as lead:
+        lead.status = train(words, lead)
+        return lead.status
 
 
 def _data(words: list[str]) -> int:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -22,16 +22,25 @@ from shardlab.completion import complete
 from shardlab.config.complaint import complaint, nearest
 from shardlab.config.compose import COMPOSITION_ERRORS, PACKAGE, VERSION_BASE, composing, to_config
 from shardlab.config.overrides import check_folders, check_overrides
+from shardlab.config.room import with_ranks
 from shardlab.errors import ShardlabError
 from shardlab.launch.jobs import Jobs, OneJob
 
+if TYPE_CHECKING:
+    from shardlab.cluster.lead import Lead
 
-def train(words: list[str]) -> int:
-    """Do what the words after `shardlab train` ask for; returns the exit status. Raises ShardlabError."""
+
+def train(words: list[str], lead: "Lead | None" = None) -> int:
+    """Do what the words after `shardlab train` ask for; returns the exit status. Raises ShardlabError.
+
+    lead: of the job of several processes that this command has joined
+    """
     if "--version" in words:
         print(f"shardlab {__version__}")
         return 0
     flags, rest = read_words(words)
+    if lead is not None:
+        flags.overrides = with_ranks(flags.overrides, lead.job.ranks)
     if flags.shell_completion:
         query = [word for word in flags.overrides if word.startswith("query=")]
         return complete(query[0], lambda argv: _one(argv, OneJob())) if query else _one(words, OneJob())
@@ -48,7 +57,7 @@ def train(words: list[str]) -> int:
         def call(folder: str, jobs: Jobs) -> None:
             _call([*flags.overrides, f"hydra.sweep.dir={quoted(folder)}", *rest], jobs, words)
 
-        return sweep(words, flags.overrides, compose, call)
+        return sweep(words, flags.overrides, compose, call, lead)
     if not flags.help:
         with composing(flags.overrides, **compose) as cfg:
             run_dir = str(cfg.hydra.run.dir)
@@ -56,7 +65,7 @@ def train(words: list[str]) -> int:
                 to_config(cfg)  # Hydra would show a key that doesn't exist without a word
     if flags.help or flags.cfg:
         return _one([*flags.overrides, *rest], OneJob())
-    return _one([*flags.overrides, f"hydra.run.dir={quoted(run_dir)}", *rest], OneJob(run_dir), words)
+    return _one([*flags.overrides, f"hydra.run.dir={quoted(run_dir)}", *rest], OneJob(run_dir, lead), words)
 
 
 def read_words(words: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -53,7 +53,7 @@ LONGEST_TIMEOUT = 1e7
 
 @dataclass(frozen=True)
 class Share:
-    """What one run may use of the machine.
+    """What one run may use of the machine, or of all machines of a job that the command has joined.
 
     cores, gpus: how many
     ranks: the most that any run of this command uses; all of them must fit on their GPUs for `auto` to take GPUs
@@ -224,7 +224,7 @@ def _check_scheduler(config: Config) -> None:
 
 def _settle(runtime: RuntimeConfig, ranks: int, share: Share) -> RuntimeConfig:
     # More ranks or threads than that are a slip of the keyboard, and would take the machine down.
-    crowd = max(64, 8 * available_cores())
+    crowd = max(64, 8 * max(available_cores(), share.cores))
     at_least("runtime.threads", runtime.threads, 1)
     _at_most("runtime.threads", runtime.threads, crowd)
     _at_most("ranks", ranks, crowd)

@@ -74,6 +74,27 @@ class Death:
 
 
 @dataclass(frozen=True)
+class Lost(Death):
+    """A rank of another launcher that is heard of no more.
+
+    when: as it was last heard of; code: none that means anything; host: where it ran; why: what happened
+    """
+
+    host: str
+    why: str
+
+    @property
+    def summary(self) -> str:
+        """See Death."""
+        return f"on {self.host} is lost: {self.why}"
+
+    @property
+    def echo(self) -> bool:
+        """Never: whatever the other ranks say of broken connections came of it."""
+        return False
+
+
+@dataclass(frozen=True)
 class Hang:
     """A rank that was silent for too long, and that the launcher therefore ended.
 

@@ -10,11 +10,11 @@ Time in which the launcher itself did not run (Ctrl-Z, a machine put to sleep, a
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shardlab.launch.cause import Hang
-from shardlab.launch.stacks import Stack, ask_stacks, state
+from shardlab.launch.stacks import Stack, ask_stacks, read_stack, state
 from shardlab.training import pulse
 
 LONGEST_LOOK = 1.0
@@ -64,21 +64,39 @@ def guilty(
     return next(iter([*stopped, *busy, *everyone]), None)
 
 
+Elsewhere = Callable[[set[int]], Mapping[int, tuple[str, str]]]
+"""Asks ranks of other hosts: the kernel's letter and the stacks (stacks.py) of each that answers; "" if it has none."""
+
+
 class HangWatch:
     """The launcher's watch over the ranks of one launch.
 
     folder: where pulses and stacks go; log_dir: where rank-N.log lies, to which the stack of a rank is added
+    elsewhere: see Elsewhere; None where all ranks are on this machine
     """
 
-    def __init__(self, folder: Path, log_dir: Path, ranks: int, timeout: float, now: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        log_dir: Path,
+        ranks: int,
+        timeout: float,
+        now: float,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
         pulse.make(folder / pulse.FILE, ranks)
         self._counts = pulse.counts(folder / pulse.FILE)
         self._folder, self._log_dir, self._timeout = folder, log_dir, timeout
         self._silence = Silence(now)
         self._next = timeout
+        self._elsewhere = elsewhere
 
-    def look(self, now: float, processes: Mapping[int, int]) -> tuple[int, Hang] | None:
-        """The rank that hangs, if one does. processes: numbers of the running ranks, by rank."""
+    def hear(self, rank: int, count: int) -> None:
+        """Take in the pulse of a rank of another host."""
+        self._counts[rank] = count
+
+    def look(self, now: float, processes: Mapping[int, int | None]) -> tuple[int, Hang] | None:
+        """The rank that hangs, if one does. processes: numbers of the running ranks, by rank; None on another host."""
         self._silence.look(now, {rank: self._counts[rank] for rank in processes})
         seconds = self._silence.seconds
         longest = max(seconds.values(), default=0.0)
@@ -88,9 +106,7 @@ class HangWatch:
         if longest < self._next and min(seconds.values()) < self._timeout:
             return None
         self._next = longest + self._timeout / 4  # asked already: it waits for one that works
-        asked = {rank: process for rank, process in processes.items() if state(process) not in STOPPED}
-        stacks = ask_stacks(asked, self._folder)
-        states = {rank: state(process) for rank, process in processes.items()}
+        states, stacks = self._ask(processes)
         self._silence.look(now, {rank: self._counts[rank] for rank in processes})  # one may have gone on meanwhile
         rank = guilty(self._silence.seconds, self._timeout, states, stacks)
         if rank is None or any(letter in GONE for letter in states.values()):  # its end is about to be noticed
@@ -98,6 +114,22 @@ class HangWatch:
         for each, stack in stacks.items():
             self._log(each, stack.text)
         return rank, self._hang(now, rank, states[rank], stacks)
+
+    def _ask(self, processes: Mapping[int, int | None]) -> tuple[dict[int, str], dict[int, Stack]]:
+        """How each rank is, and the stacks of those that answer."""
+        here = {rank: process for rank, process in processes.items() if process is not None}
+        states = dict.fromkeys(processes, "S")
+        stacks: dict[int, Stack] = {}
+        others = processes.keys() - here.keys()
+        if others and self._elsewhere is not None:
+            for rank, (letter, text) in self._elsewhere(set(others)).items():
+                states[rank] = letter
+                if (stack := read_stack(text)) is not None:
+                    stacks[rank] = stack
+        stacks |= ask_stacks(
+            {rank: process for rank, process in here.items() if state(process) not in STOPPED}, self._folder
+        )
+        return states | {rank: state(process) for rank, process in here.items()}, stacks
 
     def _hang(self, now: float, rank: int, letter: str, stacks: Mapping[int, Stack]) -> Hang:
         stack = stacks.get(rank)

@@ -8,16 +8,20 @@ import sys
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from shardlab.config.check import settle
 from shardlab.config.compose import composed_from
+from shardlab.config.room import check_processes
 from shardlab.errors import ShardlabError
 from shardlab.launch.new_folder import new_folders, remove_empty
 from shardlab.launch.streams import open_missing, tell
+
+if TYPE_CHECKING:
+    from shardlab.cluster.lead import Lead
 
 
 class Jobs(ABC):
@@ -36,12 +40,12 @@ class Jobs(ABC):
 
 
 class OneJob(Jobs):
-    """The job of a command without -m. run_dir: its folder, fixed before Hydra makes it."""
+    """The job of a command without -m. run_dir: its folder, fixed before Hydra makes it; lead: see hydra_app.train."""
 
-    def __init__(self, run_dir: str = "") -> None:
+    def __init__(self, run_dir: str = "", lead: "Lead | None" = None) -> None:
         super().__init__()
         open_missing()
-        self.run_dir = run_dir
+        self.run_dir, self.lead = run_dir, lead
         self.new = new_folders(Path(run_dir), "run_dir")
         self.error: Exception | None = None
 
@@ -58,13 +62,15 @@ class OneJob(Jobs):
         hydra = cast(DictConfig, HydraConfig.get())
         composed = composed_from(cfg, hydra)
         composed = replace(composed, config=replace(composed.config, run_dir=self.run_dir))
-        settled, notes = settle(composed)
+        settled, notes = settle(composed, None if self.lead is None else self.lead.share())
+        if self.lead is not None:
+            check_processes(settled.config, self.lead.job.ranks)
         for note in notes:
             tell(note, sys.stderr)
 
         from shardlab.launch.run import run
 
-        run(settled, hydra=hydra)
+        run(settled, hydra=hydra, lead=self.lead)
 
     def status(self) -> int:
         """See Jobs."""

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from signal import Signals as Signal
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -27,6 +28,9 @@ from shardlab.tracking.mlflow_sink import Sink, where_to_look
 from shardlab.tracking.record import EVENTS, EventLog, RunRecord
 from shardlab.tracking.store import store_of
 from shardlab.training.length import run_length
+
+if TYPE_CHECKING:
+    from shardlab.cluster.lead import Lead
 
 TRAIN_RANK = "shardlab.training.loop:train_rank"
 """What each rank runs. A name: importing it would bring torch into the launcher."""
@@ -46,11 +50,14 @@ class RunFailed(Exception):  # noqa: N818 - it says what happened
         return f"{self.record.name} failed: {self.reason} (more in {self.record.folder}/rank-*.log)"
 
 
-def run(composed: Composed, *, job: Job | None = None, hydra: DictConfig | None = None) -> RunRecord:
+def run(
+    composed: Composed, *, job: Job | None = None, hydra: DictConfig | None = None, lead: "Lead | None" = None
+) -> RunRecord:
     """Train as a checked config says, and return the run's record.
 
     job: what a sweep tells the run, if it is one of its jobs
     hydra: Hydra's own node of the config, to be kept in the run folder
+    lead: of the processes that start the ranks, if there are several; else this one does
 
     Raises ShardlabError for what the user can mend, before or after the ranks have started; RunFailed;
     KeyboardInterrupt, or SystemExit(128 + signal) after SIGTERM or SIGHUP; Stopped, if the sweep has ended it. The
@@ -64,6 +71,9 @@ def run(composed: Composed, *, job: Job | None = None, hydra: DictConfig | None 
         with signals.raising():
             data_dir = prepare(config.dataset, global_batch=config.trainer.global_batch)
         data = read_meta(data_dir)
+        if lead is not None:
+            with signals.raising():
+                lead.prepare(config, data.fingerprint, signals.check)
         run_length(config, data)  # too short a run is the user's to mend, before there is a folder
         if job is not None:
             job.begin()
@@ -88,6 +98,9 @@ def run(composed: Composed, *, job: Job | None = None, hydra: DictConfig | None 
         started = time.monotonic()
         try:
             signals.check()
+            if lead is not None:
+                with signals.raising():
+                    lead.begin(folder, signals.check)
             arguments = (config, folder.absolute(), data_dir)
             run_ranks(
                 TRAIN_RANK,
@@ -100,6 +113,8 @@ def run(composed: Composed, *, job: Job | None = None, hydra: DictConfig | None 
                 timeout=config.runtime.timeout,
                 answer=None if job is None else job.answer,
                 stop=None if job is None else job.stop,
+                start=None if lead is None else lead.start,
+                elsewhere=None if lead is None else lead.ask_stacks,
             )
             status = "FINISHED"
         except RanksFailed as failed:
@@ -108,6 +123,8 @@ def run(composed: Composed, *, job: Job | None = None, hydra: DictConfig | None 
             status, reason, ended_by = "KILLED", "interrupted", interrupted
             if isinstance(interrupted, SystemExit):
                 reason = f"interrupted by {Signal(int(interrupted.code or 0) - 128).name}"
+        except ShardlabError as error:  # of another host: it doesn't see the run folder
+            reason, ended_by = str(error), error
         except Stopped as stopped:
             status, reason, ended_by = "KILLED", stopped.reason, stopped
         except OSError as error:

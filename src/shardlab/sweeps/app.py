@@ -8,7 +8,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from shardlab.config.check import visible_gpus
 from shardlab.config.compose import composing, to_config
 from shardlab.config.objectives import check_objective, names_of
+from shardlab.config.room import check_parallel
 from shardlab.config.schema import SweepConfig
 from shardlab.config.strategies import at_least, is_classifier
 from shardlab.errors import ShardlabError
@@ -32,6 +33,9 @@ from shardlab.sweeps.rows import DONE, counts
 from shardlab.sweeps.slots import slots
 from shardlab.tracking.sweep_parent import SWEEP
 
+if TYPE_CHECKING:
+    from shardlab.cluster.lead import Lead
+
 MULTIRUN = "multirun.yaml"
 """What Hydra's sweepers write into a sweep's folder."""
 
@@ -39,19 +43,24 @@ MULTIRUN = "multirun.yaml"
 Call = Callable[[str, SweepJobs], None]
 
 
-def sweep(words: list[str], overrides: list[str], compose: dict[str, Any], call: Call) -> int:
+def sweep(
+    words: list[str], overrides: list[str], compose: dict[str, Any], call: Call, lead: "Lead | None" = None
+) -> int:
     """Run each combination; returns the exit status.
 
     words: after `shardlab train`; overrides: those of them that are; compose: the config's name and the user's folder
-    call: calls Hydra with a folder and the jobs. Raises ShardlabError for what can be mended before a job starts.
+    call: calls Hydra with a folder and the jobs; lead: see hydra_app.train
+    Raises ShardlabError for what can be mended before a job starts.
     """
     plan = plan_of(words, overrides, compose)
+    if lead is not None:
+        check_parallel(plan.parallel, lead.job.ranks)
     check_place(plan.folder, "hydra.sweep.dir")
     _refuse_others(plan.folder)
     new = new_folders(plan.folder)
     interrupted = True
     with Signals() as signals:
-        jobs = SweepJobs(plan)
+        jobs = SweepJobs(plan, lead)
         books = jobs.sweep
         books.claim()
         try:

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from shardlab.config.check import Share, settle, visible_gpus
 from shardlab.config.compose import Composed, composed_from
+from shardlab.config.room import check_processes
 from shardlab.errors import ShardlabError
 from shardlab.launch.job import Job
 from shardlab.launch.jobs import Jobs
@@ -36,6 +37,7 @@ from shardlab.sweeps.slots import Pool, Slot, slots
 from shardlab.tracking.mlflow_sink import Sink, where_to_look
 
 if TYPE_CHECKING:
+    from shardlab.cluster.lead import Lead
     from shardlab.tracking.record import RunRecord
 
 Objective = float | tuple[float, ...] | None
@@ -70,12 +72,15 @@ class Plan:
 
 
 class SweepJobs(Jobs):
-    """All jobs of one sweep. sweep: its books; stop: pulled when no further job is to begin."""
+    """All jobs of one sweep.
 
-    def __init__(self, plan: Plan) -> None:
+    sweep: its books; stop: pulled when no further job is to begin; lead: see hydra_app.train
+    """
+
+    def __init__(self, plan: Plan, lead: "Lead | None" = None) -> None:
         super().__init__()
         open_missing()
-        self.plan = plan
+        self.plan, self.lead = plan, lead
         self.sweep = Sweep(plan.folder, plan.about, plan.objectives)
         self.stop = Stop()
         self.live: Live = live(plan.total, plan.objectives)
@@ -90,6 +95,8 @@ class SweepJobs(Jobs):
 
     def __reduce__(self) -> tuple[Callable[[Plan], "SweepJobs"], tuple[Plan]]:
         """A launcher that runs jobs in other processes, such as joblib's, sends this there. The sweep stays ours."""
+        if self.lead is not None:
+            raise ShardlabError("a job of several processes runs its runs itself; leave hydra/launcher as it is")
         self.sweep.begin()
         return _elsewhere, (self.plan,)
 
@@ -169,7 +176,9 @@ class SweepJobs(Jobs):
                 return self._skip(done, row)
             folder = free_folder(subfolder)
             composed = replace(composed, config=replace(composed.config, run_dir=str(folder)))
-            settled, notes = settle(composed, self.plan.share)
+            settled, notes = settle(composed, self.plan.share if self.lead is None else self.lead.share())
+            if self.lead is not None:
+                check_processes(settled.config, self.lead.job.ranks)
         except ShardlabError as error:
             self._remove_empty(subfolder)
             self._failed(row, error)
@@ -180,7 +189,8 @@ class SweepJobs(Jobs):
         row = replace(row, folder=os.path.relpath(folder, self.plan.folder))
 
         def work(slot: Slot) -> Objective:
-            return self._work(settled, row, hydra, slot, environment)
+            whole = Slot((), ())  # each process of a job knows what of its host is its own
+            return self._work(settled, row, hydra, slot if self.lead is None else whole, environment)
 
         return work(Slot((), ())) if self._pool is None else self._pool.submit(work)
 
@@ -218,7 +228,7 @@ class SweepJobs(Jobs):
             self.sweep.begin()
             self.sweep.rows.write(row)
             self.live.began(row, folder)
-            record = run(settled, job=job, hydra=hydra)
+            record = run(settled, job=job, hydra=hydra, lead=self.lead)
         except (KeyboardInterrupt, SystemExit, Stopped) as end:
             if isinstance(end, SystemExit) and not _is_of_a_signal(end):
                 self._failed(replace(row, seconds=time.monotonic() - started), end)

@@ -26,7 +26,7 @@ def prepare_device(runtime: RuntimeConfig, place: Place) -> torch.device:
         return torch.device("cpu")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    device = torch.device("cuda", place.rank)
+    device = torch.device("cuda", place.rank if place.local_rank is None else place.local_rank)
     torch.cuda.set_device(device)
     return device
 
@@ -38,9 +38,9 @@ def meet(place: Place, device: torch.device, timeout: float) -> None:
     """
     if place.ranks == 1:
         return
-    if Path("/sys/class/net/lo").exists():
-        # All ranks are on this machine; without it gloo asks for the host's name, which may resolve to nothing.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if place.interface is not None and Path("/sys/class/net", place.interface).exists():
+        # Left alone, gloo asks for the host's name, which may resolve to nothing, or to an address of this host's own.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", place.interface)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=place.rendezvous,

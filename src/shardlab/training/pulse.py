@@ -9,6 +9,7 @@ Whoever waits for another rank does not beat: a silence that lasts is a hang of 
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 from pathlib import Path
 
 LAUNCHER_DECIDES = 1e7
@@ -16,6 +17,14 @@ LAUNCHER_DECIDES = 1e7
 
 FILE = "pulses"
 """The file's name in the folder of the launcher's watch."""
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """The count of a rank on another host, as its own launcher sees it."""
+
+    count: int
+
 
 _count: memoryview | None = None
 

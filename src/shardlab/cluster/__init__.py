@@ -1,0 +1,1 @@
+"""Joining a job that torchrun or Slurm has started: one launcher leads, the others follow and start one rank each."""
