@@ -29,7 +29,7 @@ optuna = pytest.importorskip("optuna")
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
 from optuna.trial import TrialState  # noqa: E402
 
-from hydra_plugins.shardlab_optuna import _study, _sweep  # noqa: E402
+from hydra_plugins.shardlab_optuna import _pictures, _study, _sweep  # noqa: E402
 from hydra_plugins.shardlab_optuna._space import space_of  # noqa: E402
 
 COMPLETE, PRUNED, FAIL, RUNNING = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING
@@ -629,6 +629,21 @@ def test_pictures_are_drawn_from_two_jobs_on(count, objective, result, expected,
     search(slots, LR, "seed=range(9)", f"hydra.sweeper.n_trials={count}", f"sweep.objective={objective}")
     assert {path.name for path in Path("search").glob("*.png")} == expected
     assert ("no importance.png: " in capsys.readouterr().err) == (expected == {"history.png"})
+
+
+EDGES = [
+    # values                      up        the frame ends at
+    ([1, 2, 3, 2, 1, 99],         False,    2.75 + 3 * 1.5),
+    ([-1, -2, -3, -2, -1, -99],   True,     -2.75 - 3 * 1.5),
+    ([1, 2, 3],                   False,    3),
+    ([1, 2, 3],                   True,     1),
+    ([5, 5, 5, 5, 5, 9],          False,    math.inf),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "up", "edge"), EDGES)
+def test_a_diverged_job_does_not_press_the_history_flat(values, up, edge):
+    assert _pictures._edge(values, up) == pytest.approx(edge)
 
 
 def test_pictures_that_cannot_be_drawn_cost_a_line(monkeypatch, capsys):

@@ -105,7 +105,7 @@ def _history(axes: "Axes", study: optuna.Study, which: int, name: str) -> None:
         axes.plot(failed, [0.02] * len(failed), "x", color=GREY, transform=axes.get_xaxis_transform(), label="failed")
     beyond = sum(value < edge if up else value > edge for _, value in complete + pruned)
     if beyond:
-        axes.set_ylim(edge if up else None, None if up else edge)
+        axes.set_ylim(bottom=edge if up else None, top=None if up else edge)
     better = "higher" if up else "lower"
     axes.set_title(f"best {best[1]:.5g}, job {best[0]}", loc="left", fontsize=10)
     axes.set_ylabel(f"{name}\n({better} is better{f'; {beyond} far off' if beyond else ''})", fontsize=9)
