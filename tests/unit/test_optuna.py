@@ -22,7 +22,7 @@ from shardlab.config.compose import composing
 from shardlab.config.overrides import check_overrides
 from shardlab.errors import ShardlabError
 from shardlab.launch.signals import Stopped
-from shardlab.sweeps import best, trials
+from shardlab.sweeps import trials
 
 optuna = pytest.importorskip("optuna")
 
@@ -267,10 +267,8 @@ def test_what_cannot_be_is_said_in_one_line_before_a_job(words, says, disk):
 
 
 def test_a_pruner_is_refused_where_no_job_can_be_ended():
-    best.found[:] = [best.Best(0, {}, {})]
     with pytest.raises(ShardlabError, match="needs hydra/launcher=shardlab"):
         search(Batches(lr), LR, "hydra.sweeper.pruner=halving")
-    assert best.found == []  # an earlier search's
 
 
 def test_cmaes_without_its_package_says_what_to_install(monkeypatch):
@@ -411,7 +409,7 @@ def test_an_interrupted_search_is_gone_on_with(end, disk):
     hold.set()
     assert states(study_in("search")) == [COMPLETE, COMPLETE, FAIL, COMPLETE, FAIL]
     assert trials.prunes == {}
-    assert best.found[0].number == 0
+    assert OmegaConf.load("search/optimization_results.yaml").best_job == 0
     slots = Slots(work)
     assert states(search(slots, *words)).count(COMPLETE) == 6
     assert slots.numbers == [5, 6, 7]
@@ -452,12 +450,12 @@ def test_trials_of_a_killed_launcher_are_failed_and_made_up_for(disk):
 
 def test_a_search_that_has_its_trials_runs_none(capsys):
     search(Slots(lr), LR, "hydra.sweeper.n_trials=2")
-    best.found.clear()
+    Path("search/optimization_results.yaml").unlink()
     slots = Slots(lr)
     search(slots, LR, "hydra.sweeper.n_trials=2")
     assert not slots.submitted
     assert "the study has 2 trials and hydra.sweeper.n_trials=2: nothing to run" in capsys.readouterr().err
-    assert best.found
+    assert Path("search/optimization_results.yaml").exists()
 
 
 OTHER = [
@@ -559,8 +557,8 @@ def test_a_hopeless_job_is_ended_and_counts(pruner, objective, levels, expected,
 
 
 def test_without_a_pruner_nobody_is_asked():
-    search(Slots(lambda values, number: 1.0 if not trials.prunes else math.nan), LR, "hydra.sweeper.n_trials=2")
-    assert len(best.found) == 1
+    study = search(Slots(lambda values, number: 1.0 if not trials.prunes else math.nan), LR, "hydra.sweeper.n_trials=2")
+    assert states(study) == [COMPLETE] * 2
 
 
 def test_an_answer_after_the_end_changes_nothing(disk):
@@ -584,9 +582,6 @@ def test_the_best_job_is_told_and_written():
     study = search(Slots(lr), LR, "seed=range(3)", "dataset=pydoc,synthetic", "hydra.sweeper.n_trials=5")
     number = study.best_trial.number
     rate = study.best_params["optimizer.lr"]
-    assert [one.number for one in best.found] == [number]
-    assert best.found[0].values == {"val/loss": rate}
-    assert best.line(best.found).startswith(f"best: job {number}, val/loss {rate:.5g}, optimizer.lr={rate:.5g} seed=")
     written = OmegaConf.load("search/optimization_results.yaml")
     assert written.best_job == number
     assert written.best_params["optimizer.lr"] == rate
@@ -599,18 +594,12 @@ def test_several_objectives_give_the_front():
     words = (LR, "sweep.objective=[val/loss,perf/tokens_per_s]", "hydra.sweeper.n_trials=5")
     study = search(Slots(lambda values, number: results[number]), *words)
     assert states(study) == [COMPLETE] * 5
-    assert [one.number for one in best.found] == [1, 3, 4]
-    assert best.found[0].values == {"val/loss": 2.0, "perf/tokens_per_s": 20.0}
-    assert best.line(best.found) == (
-        "best, each in its way: job 1, val/loss 2, perf/tokens_per_s 20; "
-        "job 3, val/loss 1, perf/tokens_per_s 1; job 4, val/loss 2.5, perf/tokens_per_s 25"
-    )
-    assert len(OmegaConf.load("search/optimization_results.yaml").solutions) == 3
+    solutions = OmegaConf.load("search/optimization_results.yaml").solutions
+    assert [(each.job, each["values"]) for each in solutions] == [(1, [2.0, 20.0]), (3, [1.0, 1.0]), (4, [2.5, 25.0])]
 
 
 def test_a_search_in_which_all_failed_has_no_best():
     search(Slots(lambda values, number: None), LR, "hydra.sweeper.n_trials=2")
-    assert best.found == []
     assert not Path("search/optimization_results.yaml").exists()
 
 

@@ -22,7 +22,6 @@ from shardlab.config.objectives import check_objective, goes_up, names_of
 from shardlab.config.strategies import is_classifier
 from shardlab.errors import ShardlabError
 from shardlab.launch.streams import tell
-from shardlab.sweeps import best
 from shardlab.tracking.provenance import without_credentials
 
 RESULTS = "optimization_results.yaml"
@@ -33,10 +32,9 @@ def sweep(keys: OptunaConf, words: list[str], config: DictConfig, loader: Config
     """Search, or go on with a search.
 
     words: the overrides; config: composed without those that are searched; loader: composes a job's
-    Leaves study.db, multirun.yaml, optimization_results.yaml, history.png and importance.png in the sweep's folder,
-    and the best jobs in `shardlab.sweeps.best.found`. Raises ShardlabError before the first job.
+    Leaves study.db, multirun.yaml, optimization_results.yaml, history.png and importance.png in the sweep's folder.
+    Raises ShardlabError before the first job.
     """
-    best.found.clear()
     space = space_of(OverridesParser.create(loader).parse_overrides(words))
     # What is wrong with every job, or with a name, is said here, once; what doesn't go together is a refused job.
     jobs = [to_config(loader.load_sweep_config(config, sample)) for sample in space.samples]
@@ -79,35 +77,31 @@ def sweep(keys: OptunaConf, words: list[str], config: DictConfig, loader: Config
 def _finish(study: optuna.Study, space: Space, objectives: list[str], folder: Path) -> None:
     """Leave the results. What goes wrong here costs a line, not the search."""
     try:
-        best.found[:] = best_jobs(study, space, objectives)
-        if best.found:
-            OmegaConf.save(_results(best.found), folder / RESULTS)
+        if best := best_jobs(study, space):
+            OmegaConf.save(_results(best), folder / RESULTS)
         draw(study, objectives, folder)
     except Exception as error:
         tell(f"warning: no results of the search: {type(error).__name__}: {error}".splitlines()[0], sys.stderr)
 
 
-def best_jobs(study: optuna.Study, space: Space, objectives: list[str]) -> list[best.Best]:
-    """The jobs that no other beats, by number: one for one objective, the Pareto front for several; [] before any."""
+def best_jobs(study: optuna.Study, space: Space) -> list[dict[str, Any]]:
+    """The jobs that no other beats, each with `job`, `params` and `values`; for several objectives the Pareto front."""
     complete = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
-    front = [] if not complete else [study.best_trial] if len(objectives) == 1 else study.best_trials
+    front = [] if not complete else [study.best_trial] if len(study.directions) == 1 else study.best_trials
     return [
-        best.Best(
-            number=trial.user_attrs.get(JOB, trial.number),
-            values=dict(zip(objectives, trial.values, strict=True)),
-            params=space.values(trial.params),
-        )
+        {
+            "job": trial.user_attrs.get(JOB, trial.number),
+            "params": dict(space.values(trial.params)),
+            "values": list(trial.values),
+        }
         for trial in sorted(front, key=lambda trial: trial.number)
     ]
 
 
-def _results(found: list[best.Best]) -> DictConfig:
-    rows: list[dict[str, Any]] = [
-        {"job": one.number, "params": dict(one.params), "values": list(one.values.values())} for one in found
-    ]
-    if len(found[0].values) > 1:
-        return OmegaConf.create({"name": "optuna", "solutions": rows})
-    row = rows[0]
+def _results(best: list[dict[str, Any]]) -> DictConfig:
+    if len(best[0]["values"]) > 1:
+        return OmegaConf.create({"name": "optuna", "solutions": best})
+    [job] = best
     return OmegaConf.create(
-        {"name": "optuna", "best_job": row["job"], "best_params": row["params"], "best_value": row["values"][0]}
+        {"name": "optuna", "best_job": job["job"], "best_params": job["params"], "best_value": job["values"][0]}
     )

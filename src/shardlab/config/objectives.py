@@ -34,15 +34,18 @@ def names_of(objective: object) -> list[str]:
     return [str(name) for name in names]
 
 
-def check_objective(objective: object, classifier: bool) -> None:
-    """Raise ShardlabError for an unknown objective, one named twice, or one that the task doesn't have."""
+def check_objective(objective: object, classifier: bool | None) -> None:
+    """Raise ShardlabError for an unknown objective, one named twice, or one that the task doesn't have.
+
+    classifier: whether the task is one; None if that isn't known yet
+    """
     names = names_of(objective)
     for name in names:
         if name.startswith("test/"):
             raise ShardlabError(f"sweep.objective={name}: the test split is not to choose by; val/{name[5:]} would do")
         if name not in NAMES:
             raise ShardlabError(f"unknown sweep.objective={name}{nearest(name, NAMES)} (one of {', '.join(NAMES)})")
-        if name in (LANGUAGE_MODEL if classifier else CLASSIFIER):
+        if classifier is not None and name in (LANGUAGE_MODEL if classifier else CLASSIFIER):
             task = "a classifier" if classifier else "a language model"
             raise ShardlabError(f"sweep.objective={name}: {task} has none; val/loss would do")
     if len(set(names)) < len(names):

@@ -13,14 +13,14 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from shardlab.config.check import Share, settle, visible_gpus
+from shardlab.config.check import settle
 from shardlab.config.compose import Composed, composed_from
 from shardlab.config.room import check_processes
 from shardlab.errors import ShardlabError
@@ -32,6 +32,7 @@ from shardlab.launch.streams import open_missing, tell
 from shardlab.sweeps import trials
 from shardlab.sweeps.books import Sweep
 from shardlab.sweeps.live import Live, live
+from shardlab.sweeps.plan import Plan
 from shardlab.sweeps.rows import DONE, Row, table
 from shardlab.sweeps.slots import Pool, Slot, slots
 from shardlab.tracking.mlflow_sink import Sink, where_to_look
@@ -45,30 +46,6 @@ Objective = float | tuple[float, ...] | None
 
 POLL_SECONDS = 0.2
 MOST_WARNINGS = 3
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What every job of a sweep must know, in whichever process it runs.
-
-    folder: the sweep's; about: see books.py
-    varied: the keys that take several values; total: the number of jobs, None if only the sweeper knows
-    parallel: jobs at the same time; ranks: the most that any job uses
-    """
-
-    folder: Path
-    about: dict[str, Any]
-    varied: tuple[str, ...]
-    total: int | None
-    parallel: int
-    fail_fast: bool
-    objectives: tuple[str, ...]
-    ranks: int = 0
-
-    @property
-    def share(self) -> Share:
-        """What one job may use of the machine."""
-        return Share(max(1, len(os.sched_getaffinity(0)) // self.parallel), visible_gpus() // self.parallel, self.ranks)
 
 
 class SweepJobs(Jobs):
@@ -92,6 +69,7 @@ class SweepJobs(Jobs):
         self._open = contextlib.ExitStack()
         self._ended_by: BaseException | None = None
         self._sinks: list[Sink] = []
+        self._since = time.time()
 
     def __reduce__(self) -> tuple[Callable[[Plan], "SweepJobs"], tuple[Plan]]:
         """A launcher that runs jobs in other processes, such as joblib's, sends this there. The sweep stays ours."""
@@ -102,7 +80,7 @@ class SweepJobs(Jobs):
 
     def reload(self) -> None:
         """Look up which configs need not be run again."""
-        self._done = {row.hash: row for row in self.sweep.rows.read() if row.status in DONE}
+        self._done = {row.hash: row for row in self.sweep.rows.read() if row.status == "finished"}
 
     def open_pool(self) -> None:
         """Have the jobs run in slots from now on; nothing if they do. From the main thread; `close` ends it."""
@@ -295,12 +273,15 @@ class SweepJobs(Jobs):
         return self.sweep.rows.read()
 
     def status(self) -> int:
-        """0 if all jobs finished, 2 if all were refused, else 1. ShardlabError if there was none."""
-        rows = self.rows
-        if not rows:
+        """0 if all jobs finished, 2 if all were refused, else 1. ShardlabError if there was none.
+
+        A search does not try again what failed in an earlier call, so there only the jobs of this call count.
+        """
+        rows = [row for row in self.rows if self.plan.total is not None or row.time >= self._since]
+        if not rows and not self.rows:
             raise ShardlabError("the sweep holds no combination; give each key at least one value")
-        tell(table(rows, self.plan.folder, list(self.plan.objectives)), sys.stdout)
-        look = [where_to_look(self.sweep.folder / row.folder) for row in rows if row.folder]
+        tell(table(self.rows, self.plan.folder, list(self.plan.objectives)), sys.stdout)
+        look = [where_to_look(self.sweep.folder / row.folder) for row in self.rows if row.folder]
         if any(look):
             tell(f"MLflow: {next(filter(None, look))}", sys.stdout)
         statuses = {row.status for row in rows}

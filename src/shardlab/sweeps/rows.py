@@ -32,7 +32,7 @@ class Row:
     status: running; finished or pruned; failed; refused (it can't be run); killed (interrupted, or its launcher was)
     objective: its values, one for each name of sweep.objective; [] where there are none
     seconds: from its start to its end; folder: of its run, inside the sweep's; "" if it never got one
-    overrides: the words of it
+    overrides: the words of it; time: when this row was written, unix seconds
     """
 
     number: int
@@ -44,6 +44,7 @@ class Row:
     seconds: float = 0.0
     folder: str = ""
     overrides: list[str] = field(default_factory=list)
+    time: float = 0.0
 
 
 class Rows:
@@ -54,7 +55,7 @@ class Rows:
 
     def write(self, row: Row) -> None:
         """Keep a row; it replaces the job's former one."""
-        line = json.dumps({"event": "job", "time": time.time(), **asdict(row)}, ensure_ascii=False) + "\n"
+        line = json.dumps({"event": "job", **asdict(row), "time": time.time()}, ensure_ascii=False) + "\n"
         with self.path.open("ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # else one that cuts a torn line could cut another's new one
             file.seek(0)
