@@ -117,7 +117,7 @@ class Link:
                 elif (silent := time.monotonic() - last_heard) > patience():
                     lost(f"nothing was heard from it for {silent:.0f} s", last_heard)
                     break
-        except EOFError:
+        except (EOFError, ConnectionResetError, BrokenPipeError):  # reset: it left something unread
             lost("its launcher has gone", last_heard)
         except (OSError, WireError, KeyError, TypeError, ValueError) as error:
             lost(f"the connection to it broke ({getattr(error, 'strerror', None) or error})", last_heard)
