@@ -13,12 +13,15 @@ python := .venv/bin/python
 environment := .venv/installed
 endif
 
+# A folder of its own: the same command in the same folder would find its jobs done.
+demo := runs/demo-$(shell date +%Y-%m-%d-%H-%M-%S)
+
 .PHONY: demo test lint venv check
 
 demo: $(environment)
-	$(python) -m shardlab train -m experiment=demo strategy=single,ddp,pipeline,tensor
+	$(python) -m shardlab train -m experiment=demo strategy=single,ddp,pipeline,tensor hydra.sweep.dir=$(demo)
 	@echo
-	$(python) -m shardlab compare last
+	$(python) -m shardlab compare $(demo)
 	@echo
 	@echo "The same in pictures: $(python) -m mlflow ui, then open http://127.0.0.1:5000"
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_parts import composed, job_of, stand_in
+from launch_parts import composed, job_of, stand_in, sweep_of
 from launch_processes import Launcher, wait_until
-from shardlab.launch.sweep import Sweep
 
 from shardlab.launch import run as run_module
 from shardlab.launch.run import run
@@ -120,7 +119,7 @@ def abandoned(store: Store, name: str, monkeypatch: pytest.MonkeyPatch, **differ
             patch.setattr(module, "launcher", lambda: dead)
         patch.setattr(run_module, "end", lambda *_: None)
         patch.setattr(mlflow_sink, "settle_once", lambda _: None)
-        run(composed("none", *words, f"run_dir={name}/0"), job=job_of(Sweep(Path(name), ["shardlab"]), 0))
+        run(composed("none", *words, f"run_dir={name}/0"), job=job_of(sweep_of(name), 0))
     assert RunRecord.load(Path(name, "0")).status == "RUNNING"
     assert shown(store, name).info.status == shown(store, f"sweep {name}").info.status == "RUNNING"
 
