@@ -136,7 +136,7 @@ def _compare(words: list[str]) -> int:
 
 def _runs(text: str, alone: bool) -> list[Path]:
     """The run folders that a RUN names: a sweep's folder names its jobs, and so does its `last` run, if given alone."""
-    from shardlab.tracking.record import find_run
+    from shardlab.tracking.record import EVENTS, find_run
 
     folder = Path(text)
     if not (folder / "multirun.yaml").is_file():
@@ -144,10 +144,13 @@ def _runs(text: str, alone: bool) -> list[Path]:
         if not (alone and text == "last" and (folder.parent / "multirun.yaml").is_file()):
             return [folder]
         folder = folder.parent
-    jobs = [events.parent for events in folder.glob("*/events.jsonl")]
+    from shardlab.sweeps.rows import Rows
+
+    # A job that was tried again has several folders, and its row names the last.
+    jobs = [folder / row.folder for row in Rows(folder).read() if (folder / row.folder / EVENTS).is_file()]
     if not jobs:
         raise ShardlabError(f"{folder}: no job of this sweep has a record")
-    return sorted(jobs, key=lambda job: (len(job.name), job.name))
+    return jobs
 
 
 def _sync(words: list[str]) -> int:

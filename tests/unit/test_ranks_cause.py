@@ -85,3 +85,19 @@ DEATHS = [
 @pytest.mark.parametrize(("code", "summary"), DEATHS)
 def test_a_death_is_told_in_words(code: int, summary: str) -> None:
     assert Death(0.0, code).summary == summary
+
+
+SAID = [
+    ("ValueError: the step is broken", "raised ValueError: the step is broken"),
+    ("MemoryError", "ran out of memory (MemoryError)"),
+    ("OutOfMemoryError: CUDA out of memory.", "ran out of memory (OutOfMemoryError: CUDA out of memory.)"),
+    (
+        "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.",
+        "ran out of memory (RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("summary", "claim"), SAID)
+def test_running_out_of_memory_is_called_so(summary: str, claim: str) -> None:
+    assert Failure(0.0, summary, "", None, echo=False).claim == claim

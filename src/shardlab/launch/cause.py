@@ -30,6 +30,9 @@ ECHOES = (
 )
 """What torch.distributed says, on gloo, nccl and its stores, when another rank has gone."""
 
+OUT_OF_MEMORY = ("MemoryError", "can't allocate memory")
+"""What Python, CUDA's part of torch (OutOfMemoryError) and its part for the CPU say."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -47,6 +50,13 @@ class Failure:
     text: str
     user_error: str | None
     echo: bool
+
+    @property
+    def claim(self) -> str:
+        """The claim about the rank: "raised ValueError: ...", "ran out of memory (RuntimeError: ...)"."""
+        if any(sign in self.summary for sign in OUT_OF_MEMORY):
+            return f"ran out of memory ({self.summary})"
+        return f"raised {self.summary}"
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,7 @@ def _failed(crew: _Crew, log_dir: Path) -> RanksFailed:
     rank, cause = first_cause(crew.failures, crew.deaths)
     text = "" if isinstance(cause, Death) else cause.text
     if isinstance(cause, Failure):
-        return RanksFailed(rank, f"rank {rank} raised {cause.summary}", text, cause.user_error)
+        return RanksFailed(rank, f"rank {rank} {cause.claim}", text, cause.user_error)
     return RanksFailed(rank, f"rank {rank} {cause.summary}", text or _last_lines(log_dir / f"rank-{rank}.log"))
 
 

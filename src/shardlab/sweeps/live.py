@@ -100,6 +100,7 @@ class LiveTable:
         self._live = RichLive(
             get_renderable=self._drawn,
             console=Console(stderr=True),
+            redirect_stdout=sys.stdout.isatty(),  # else what goes to a file would land on the terminal
             refresh_per_second=REDRAWS_PER_SECOND,
             transient=True,
         )
