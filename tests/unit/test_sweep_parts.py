@@ -135,6 +135,20 @@ def test_rows_of_many_threads_are_all_there(tmp_path: Path) -> None:
     assert [each.objective for each in Rows(tmp_path).read()] == [[n / 7] for n in range(50)]
 
 
+def test_who_writes_a_row_waits_for_who_is_writing_one(tmp_path: Path) -> None:
+    """Else one that cuts a torn line could cut another's new one."""
+    rows = Rows(tmp_path)
+    rows.write(row(0, "running"))
+    writing = threading.Thread(target=rows.write, args=(row(1, "running"),))
+    with rows.path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        writing.start()
+        writing.join(0.3)
+        assert len(rows.read()) == 1
+    writing.join(20)
+    assert len(rows.read()) == 2
+
+
 FRONTS = [
     # objectives                              values of the jobs                                 none is better than
     (["val/loss"],                            [(2.0,), (1.0,), (1.0,)],                          [1]),
@@ -305,3 +319,8 @@ def test_the_table_follows_the_records_of_the_running_jobs(tmp_path: Path) -> No
     assert "7/40" in text
     assert "3.25" in text
     assert "3.5" in text
+    shown.ended(row(1, "pruned", 3.5))
+    console.print(shown._drawn())
+    text = console.export_text()
+    assert "2 of 3 jobs ended: 0 running, 1 finished, 1 pruned" in text
+    assert "7/40" not in text
