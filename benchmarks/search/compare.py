@@ -4,7 +4,7 @@ Five searches of each kind, with seeds of their own, over real trainings on the 
 dropout, layers and optimizer. No time enters: the figures are the best validation loss of each search, and the steps
 that its jobs trained.
 
-    python benchmarks/search/compare.py [SEEDS]
+    python benchmarks/search/compare.py [SEED ...]
 """
 
 import json
@@ -29,7 +29,6 @@ KINDS = {
     "random": ("hydra.sweeper.sampler=random",),
     "tpe": ("hydra.sweeper.sampler=tpe",),
     "tpe, median pruner": ("hydra.sweeper.sampler=tpe", "hydra.sweeper.pruner=median"),
-    "tpe, halving pruner": ("hydra.sweeper.sampler=tpe", "hydra.sweeper.pruner=halving"),
 }
 
 
@@ -50,10 +49,10 @@ def search(words: tuple[str, ...], seed: int) -> tuple[float, int]:
         return best, sum(event["event"] == "step" for event in events)
 
 
-def main(seeds: int) -> None:
+def main(seeds: list[int]) -> None:
     """Print each search and the medians."""
     results: dict[str, list[tuple[float, int]]] = {kind: [] for kind in KINDS}
-    for seed in range(1, seeds + 1):
+    for seed in seeds:
         for kind, words in KINDS.items():
             best, steps = search(words, seed)
             results[kind].append((best, steps))
@@ -67,4 +66,4 @@ def main(seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
+    main([int(word) for word in sys.argv[1:]] or [1, 2, 3, 4, 5])
