@@ -115,6 +115,31 @@ def test_twelve_jobs_of_which_four_are_sabotaged(monkeypatch: pytest.MonkeyPatch
     assert len((Path("all") / "sweep.csv").read_text().splitlines()) == 13
 
 
+def test_what_finished_before_the_launcher_was_killed_is_shown_by_mlflow() -> None:
+    """Jobs don't wait for MLflow, whose import alone takes longer than these: the same command ships them, and ends
+    the sweep though it runs nothing."""
+    words = ("seed=1,2,3", "hydra.sweep.dir=all")
+    launcher = Launcher(CODE, Path(), *SHORT, *words)
+    wait_until(lambda: Path("all/jobs.jsonl").exists() and statuses().count("finished") == 3, 120)
+    os.kill(launcher.process.pid, signal.SIGKILL)
+    launcher.kill()
+    again = sweep(*words)
+    assert again.process.returncode == 0, again.output
+    assert again.output.count("finished by an earlier call") == 3
+    parent, children = shown_by_mlflow()
+    assert [parent.info.status, *(child.info.status for child in children)] == ["FINISHED"] * 4
+    assert parent.data.metrics["sweep/jobs_finished"] == 3
+    assert len(Path("all/sweep.csv").read_text().splitlines()) == 4
+    assert json.loads(Path("all/sweep.json").read_text())["status"] == "FINISHED"
+
+
+def test_two_jobs_of_one_subfolder_get_two_folders() -> None:
+    words = ("seed=1,2", "hydra.sweep.subdir=x", "sweep.parallel=2", "hydra.sweep.dir=all", "tracking=none")
+    ended = sweep(*words)
+    assert ended.process.returncode == 0, ended.output
+    assert sorted(path.name for path in Path("all").iterdir() if path.is_dir()) == ["x", "x-2"]
+
+
 def test_the_launcher_killed_at_five_moments_loses_and_repeats_nothing() -> None:
     words = ("seed=range(8)", "sweep.parallel=2", "trainer.steps=20")
     moments = random.Random(4)
@@ -173,6 +198,7 @@ def test_fail_fast_ends_the_sweep_at_the_first_failure() -> None:
     ended = sweep("seed=101,1,2,3,4", "strategy=ddp", "sweep.fail_fast=true", "hydra.sweep.dir=all", "tracking=none")
     assert ended.process.returncode == 1, ended.output
     assert statuses() == ["failed"]
+    assert [path.name for path in Path("all").iterdir() if path.is_dir()] == ["0"]
     assert "the sweep ends: job 0 failed, and sweep.fail_fast=true" in ended.output
 
 

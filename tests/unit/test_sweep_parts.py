@@ -3,6 +3,7 @@
 import csv
 import fcntl
 import json
+import math
 import threading
 import time
 from dataclasses import replace
@@ -14,11 +15,13 @@ from shardlab.config.compose import compose
 from shardlab.config.objectives import check_objective, names_of
 from shardlab.errors import ShardlabError
 from shardlab.sweeps import slots as slots_module
-from shardlab.sweeps.books import LOCK, Sweep, about_sweep, earlier_sweep, is_running, space_of
+from shardlab.sweeps.books import LOCK, Sweep, SweepRunsError, about_sweep, earlier_sweep, space_of
 from shardlab.sweeps.jobs import free_folder
 from shardlab.sweeps.live import Lines, LiveTable
+from shardlab.sweeps.outcome import of_record
 from shardlab.sweeps.rows import CSV, Row, Rows, best_rows, table, write_csv
 from shardlab.sweeps.slots import Pool, Slot, slots
+from shardlab.tracking.record import EventLog, RunRecord
 
 SAME = [
     ["run_dir=elsewhere"],
@@ -126,6 +129,66 @@ def test_the_last_row_of_a_job_holds_and_a_torn_line_is_cut(tmp_path: Path) -> N
     ]
 
 
+def test_what_finished_is_known_by_its_hash_whatever_became_of_its_number(tmp_path: Path) -> None:
+    """A glob that has got a file more gives the jobs behind it new numbers."""
+    rows = Rows(tmp_path)
+    rows.write(row(0, "finished", 0.5))
+    rows.write(row(1, "finished", 0.7))
+    rows.write(replace(row(0, "finished", 0.5), number=1))
+    rows.write(row(2, "pruned", 0.9))
+    assert {key: each.objective for key, each in rows.finished().items()} == {"h0": [0.5], "h1": [0.7]}
+    assert len(rows.read()) == 3
+
+
+def record(folder: Path, end: str | None, *evals: float) -> RunRecord:
+    folder.mkdir()
+    (folder / "provenance.json").write_text(json.dumps({"id": "1" * 32, "name": "n", "started": 1.0}))
+    (folder / "config.yaml").write_text("seed: 1\n")
+    log = EventLog(folder / "events.jsonl")
+    for step, loss in enumerate(evals):
+        log.write("eval", split="val", step=step, loss=loss)
+    if end == "pruned":
+        log.write("pruned", step=7)
+    if end is not None:
+        log.write("end", status="FINISHED" if end == "pruned" else end, reason="why" if end != "FINISHED" else None)
+    log.close()
+    return RunRecord.load(folder)
+
+
+OUTCOMES = [
+    # the record's end, its evaluations   status      reason                 objective
+    ("FINISHED", (3.0, 2.0),              "finished", "",                    [2.0]),
+    ("FINISHED", (),                      "failed",   "val/loss is missing", []),
+    ("FINISHED", (math.nan,),             "failed",   "val/loss is nan",     []),
+    ("FAILED",   (3.0,),                  "failed",   "why",                 []),
+    ("KILLED",   (3.0,),                  "killed",   "why",                 []),
+    ("pruned",   (3.0,),                  "pruned",   "at step 7",           [3.0]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("end", "evals", "status", "reason", "objective"), OUTCOMES)
+def test_a_record_says_what_its_job_came_to(
+    end: str, evals: tuple[float, ...], status: str, reason: str, objective: list[float], tmp_path: Path
+) -> None:
+    came_to = of_record(row(0, "running"), record(tmp_path / "run", end, *evals), ["val/loss"])
+    assert (came_to.status, came_to.reason, came_to.objective) == (status, reason, objective)
+
+
+def test_rows_of_a_killed_launcher_are_settled_by_their_records(tmp_path: Path) -> None:
+    sweep = sweep_in(tmp_path, "a")
+    record(tmp_path / "0", "FINISHED", 2.0)
+    record(tmp_path / "1", "FINISHED", math.nan)
+    record(tmp_path / "2", None, 2.0)
+    for number in range(4):
+        sweep.rows.write(row(number, "running", folder=str(number)))
+    assert [each.status for each in sweep.resume()] == ["finished", "failed", "killed", "killed"]
+    assert [path.name for path in sweep.unshipped()] == ["0", "1", "2"]
+    link = {"uri": "u", "experiment": "e", "experiment_id": "1", "run_id": "r"}
+    (tmp_path / "0/mlflow.json").write_text(json.dumps({**link, "status": "FINISHED"}))
+    (tmp_path / "1/mlflow.json").write_text(json.dumps(link))
+    assert [path.name for path in sweep.unshipped()] == ["1", "2"]
+
+
 def test_rows_of_many_threads_are_all_there(tmp_path: Path) -> None:
     threads = [threading.Thread(target=Rows(tmp_path).write, args=(row(n, "finished", n / 7),)) for n in range(50)]
     for thread in threads:
@@ -200,19 +263,14 @@ def sweep_in(folder: Path, *space: str) -> Sweep:
     return Sweep(folder, about_sweep(["shardlab"], space), ["val/loss"])
 
 
-def test_the_latest_sweep_of_a_space_that_nobody_runs_is_gone_on_with(tmp_path: Path) -> None:
-    first, second, other = (
-        sweep_in(tmp_path / "day" / name, space) for name, space in (("1", "a"), ("2", "a"), ("3", "b"))
-    )
-    for sweep in (first, second, other):
+def test_the_latest_sweep_of_a_space_is_found(tmp_path: Path) -> None:
+    for name, space in (("1", "a"), ("2", "a"), ("3", "b")):
+        sweep = sweep_in(tmp_path / "day" / name, space)
         sweep.claim()
         sweep.begin()
-        assert is_running(sweep.folder)
-    assert earlier_sweep(["a"], tmp_path) is None
-    first.release()
-    assert earlier_sweep(["a"], tmp_path) == first.folder
-    second.release()
-    assert earlier_sweep(["a"], tmp_path) == second.folder
+        sweep.release()
+    assert earlier_sweep(["a"], tmp_path) == tmp_path / "day/2"
+    assert earlier_sweep(["b"], tmp_path) == tmp_path / "day/3"
     assert earlier_sweep(["c"], tmp_path) is None
 
 
@@ -241,20 +299,23 @@ def test_a_sweep_that_never_began_leaves_nothing_of_ours(tmp_path: Path) -> None
 
 def test_the_lock_of_a_killed_launcher_is_free(tmp_path: Path) -> None:
     (tmp_path / LOCK).touch()
-    assert not is_running(tmp_path)
     with (tmp_path / LOCK).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert is_running(tmp_path)
+        with pytest.raises(SweepRunsError):
+            sweep_in(tmp_path, "a").claim()
+    sweep_in(tmp_path, "a").claim()
 
 
 def test_a_job_that_is_tried_again_gets_a_folder_beside(tmp_path: Path) -> None:
-    assert free_folder(tmp_path / "3") == tmp_path / "3"
+    assert free_folder(tmp_path / "3", set()) == tmp_path / "3"
     (tmp_path / "3").mkdir()
-    assert free_folder(tmp_path / "3") == tmp_path / "3"
+    assert free_folder(tmp_path / "3", set()) == tmp_path / "3"
     (tmp_path / "3/events.jsonl").touch()
-    assert free_folder(tmp_path / "3") == tmp_path / "3-2"
+    assert free_folder(tmp_path / "3", set()) == tmp_path / "3-2"
     (tmp_path / "3-2").touch()
-    assert free_folder(tmp_path / "3") == tmp_path / "3-3"
+    assert free_folder(tmp_path / "3", set()) == tmp_path / "3-3"
+    assert free_folder(tmp_path / "3", {tmp_path / "3-3"}) == tmp_path / "3-4"
+    assert free_folder(tmp_path / "4", {tmp_path / "4"}) == tmp_path / "4-2"  # of a job that has not begun
 
 
 WRONG = [
@@ -296,6 +357,13 @@ def test_lines_say_the_best_so_far(capsys: pytest.CaptureFixture[str]) -> None:
         "job 3 finished by an earlier call, val/loss 1",
     ]
     assert said.err.splitlines() == ["job 2 failed: it broke"]
+
+
+def test_the_best_so_far_may_be_of_an_earlier_call(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(("val/loss",))
+    lines.know([row(0, "finished", 2.0), row(1, "killed")])
+    lines.ended(row(2, "finished", 3.0))
+    assert capsys.readouterr().out == "job 2 finished, val/loss 3; best so far: job 0\n"
 
 
 def test_the_table_follows_the_records_of_the_running_jobs(tmp_path: Path) -> None:

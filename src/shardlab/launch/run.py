@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from shardlab.config.compose import Composed
+from shardlab.config.schema import Config
 from shardlab.data.prepare import prepare
 from shardlab.data.prepared import read_meta
 from shardlab.errors import ShardlabError
@@ -69,7 +70,7 @@ def run(
     refuse_used(folder)
     with Signals() as signals:
         with signals.raising():
-            data_dir = prepare(config.dataset, global_batch=config.trainer.global_batch)
+            data_dir = prepare_data(config)
         data = read_meta(data_dir)
         if lead is not None:
             with signals.raising():
@@ -165,6 +166,11 @@ def run(
     if isinstance(ended_by, OSError):
         raise RunFailed(record, str(reason)) from ended_by
     raise ended_by
+
+
+def prepare_data(config: Config) -> Path:
+    """The folder with the tokens that a run needs; they are made if they are not there. Raises ShardlabError."""
+    return prepare(config.dataset, global_batch=config.trainer.global_batch)
 
 
 def end(folder: Path, status: str, reason: str | None, seconds: float) -> None:

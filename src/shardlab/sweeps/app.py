@@ -7,6 +7,7 @@ now, so that what finished there is not run again; else the one that the config 
 import contextlib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,9 @@ from shardlab.errors import ShardlabError
 from shardlab.launch.new_folder import check_place, new_folders, remove_empty
 from shardlab.launch.signals import Signals, Stopped
 from shardlab.launch.streams import tell
-from shardlab.sweeps.books import LOCK
+from shardlab.sweeps.books import LOCK, ROOT, SweepRunsError, earlier_sweep
 from shardlab.sweeps.jobs import SweepJobs
-from shardlab.sweeps.plan import plan_of
+from shardlab.sweeps.plan import Plan, plan_of
 from shardlab.sweeps.rows import DONE, counts
 from shardlab.tracking.sweep_parent import SWEEP
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 MULTIRUN = "multirun.yaml"
 """What Hydra's sweepers write into a sweep's folder."""
 
+
+MANY = 50
+"""Combinations that Hydra composes, one after the other, in more time than anybody waits without a word."""
 
 Call = Callable[[str, SweepJobs], None]
 
@@ -43,16 +47,20 @@ def sweep(
     plan = plan_of(words, overrides, compose)
     if lead is not None:
         check_parallel(plan.parallel, lead.job.ranks)
-    check_place(plan.folder, "hydra.sweep.dir")
-    _refuse_others(plan.folder)
-    new = new_folders(plan.folder)
     interrupted = True
     with Signals() as signals:
-        jobs = SweepJobs(plan, lead)
-        books = jobs.sweep
-        books.claim()
+        chosen = any(word.startswith("hydra.sweep.dir=") for word in overrides)
+        jobs, new = _claimed(plan, lead, chosen)
+        plan, books = jobs.plan, jobs.sweep
         try:
-            _say_resumed(jobs)
+            rows = jobs.resume()
+            if rows:
+                anew = (
+                    "" if any(row.status not in DONE for row in rows) else "; hydra.sweep.dir=FOLDER would begin anew"
+                )
+                tell(f"going on with {plan.folder}: {counts(rows)}{anew}", sys.stderr)
+            elif plan.total is not None and plan.total > MANY:
+                tell(f"checking {plan.total} combinations before the first one starts", sys.stderr)
             try:
                 with signals.raising(), contextlib.closing(jobs):
                     call(str(plan.folder), jobs)
@@ -88,9 +96,22 @@ def _refuse_others(folder: Path) -> None:
         raise ShardlabError(f"hydra.sweep.dir={folder} holds another program's sweep; give another folder")
 
 
-def _say_resumed(jobs: SweepJobs) -> None:
-    rows = jobs.sweep.resume()
-    if rows:
-        jobs.reload()
-        again = "" if any(row.status not in DONE for row in rows) else "; hydra.sweep.dir=FOLDER would begin anew"
-        tell(f"going on with {jobs.plan.folder}: {counts(rows)}{again}", sys.stderr)
+def _claimed(plan: Plan, lead: "Lead | None", chosen: bool) -> tuple[SweepJobs, list[Path]]:
+    """The jobs of a sweep whose folder is ours now, and the folders that were made for it, innermost first.
+
+    chosen: the user has named the folder; else the latest of the same sweep is taken, unless somebody runs it
+    """
+
+    def claim(folder: Path) -> tuple[SweepJobs, list[Path]]:
+        check_place(folder, "hydra.sweep.dir")
+        _refuse_others(folder)
+        new = new_folders(folder)
+        jobs = SweepJobs(replace(plan, folder=folder), lead)
+        jobs.sweep.claim()
+        return jobs, new
+
+    earlier = None if chosen or not plan.folder.is_relative_to(ROOT) else earlier_sweep(plan.about["space"])
+    if earlier is not None:
+        with contextlib.suppress(SweepRunsError):
+            return claim(earlier)
+    return claim(plan.folder)

@@ -20,10 +20,11 @@ from typing import Any
 
 from shardlab.errors import ShardlabError
 from shardlab.launch.streams import tell
+from shardlab.sweeps.outcome import of_record
 from shardlab.sweeps.rows import DONE, Row, Rows, best_rows, write_csv
-from shardlab.tracking.mlflow_sink import patience
+from shardlab.tracking.mlflow_sink import is_shipped, patience
 from shardlab.tracking.provenance import without_credentials
-from shardlab.tracking.record import RunRecord
+from shardlab.tracking.record import PROVENANCE, RunRecord
 from shardlab.tracking.settle import settle_run
 from shardlab.tracking.store import problem
 from shardlab.tracking.sweep_parent import SWEEP, begin_sweep, end_sweep, read_sweep, ship_sweep
@@ -55,24 +56,9 @@ def space_of(overrides: Sequence[str], config_name: str | None, config_dir: str 
 
 
 def earlier_sweep(space: Sequence[str], root: Path = ROOT) -> Path | None:
-    """The folder of the latest sweep of that space that nobody is running; None if there is none."""
-    folders = [path.parent for path in root.glob(f"*/*/{SWEEP}")]
-    for folder in sorted(folders, reverse=True):
-        if _space(folder) == list(space) and not is_running(folder):
-            return folder
-    return None
-
-
-def is_running(folder: Path) -> bool:
-    """Whether some launcher holds the sweep."""
-    try:
-        with (folder / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
+    """The folder of the latest sweep of that space; None if there is none."""
+    folders = sorted((path.parent for path in root.glob(f"*/*/{SWEEP}")), reverse=True)
+    return next((folder for folder in folders if _space(folder) == list(space)), None)
 
 
 def _space(folder: Path) -> list[str] | None:
@@ -92,6 +78,10 @@ def about_sweep(command: Sequence[str], space: Sequence[str]) -> dict[str, Any]:
     }
 
 
+class SweepRunsError(ShardlabError):
+    """Another command runs the sweep of that folder."""
+
+
 class Sweep:
     """One sweep. folder: holds the folders of its jobs, absolute; rows: of its jobs; begun: it has been written down"""
 
@@ -106,8 +96,10 @@ class Sweep:
         self._beginning = threading.Lock()
 
     def claim(self) -> None:
-        """Make the folder and hold it until `release`. Raises ShardlabError if it holds another sweep, or a running
-        one, or can't be made."""
+        """Make the folder and hold it until `release`.
+
+        Raises ShardlabError if it holds another sweep or can't be made, SweepRunsError if another command holds it.
+        """
         where = f"hydra.sweep.dir={self.folder}"
         if (self.folder / SWEEP).exists() and _space(self.folder) != self._about["space"]:
             raise ShardlabError(f"{where} already holds another sweep; give another folder, or none for a new one")
@@ -120,7 +112,7 @@ class Sweep:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise ShardlabError(f"{where} is being run by another command; give another folder") from None
+            raise SweepRunsError(f"{where} is being run by another command; give another folder") from None
         self._lock = lock
         self._about["id"] = read_sweep(self.folder).get("id", self._about["id"])
 
@@ -143,14 +135,13 @@ class Sweep:
         folder = self.folder / row.folder
         with suppress(ShardlabError, OSError):
             settle_run(folder)
-            record = RunRecord.load(folder)
-            values = [record.value(name) for name in self._objectives]
-            if record.status == "FINISHED" and None not in values:
-                status = "finished" if record.pruned is None else "pruned"
-                return replace(row, status=status, objective=[value for value in values if value is not None])
-            if record.status == "FAILED":
-                return replace(row, status="failed", reason=record.reason or "")
+            return of_record(row, RunRecord.load(folder), self._objectives)
         return replace(row, status="killed", reason="its launcher was killed")
+
+    def unshipped(self) -> list[Path]:
+        """The folders of runs that have ended, and of whose end MLflow has not been told."""
+        runs = sorted(path.parent for path in self.folder.glob(f"**/{PROVENANCE}"))
+        return [run for run in runs if not is_shipped(run)]
 
     def begin(self) -> None:
         """Write the sweep down if it isn't yet: for each job that gets as far as a folder.

@@ -6,11 +6,9 @@ so does a failure under sweep.fail_fast.
 """
 
 import contextlib
-import math
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
@@ -23,6 +21,7 @@ from omegaconf import DictConfig
 from shardlab.config.check import settle
 from shardlab.config.compose import Composed, composed_from
 from shardlab.config.room import check_processes
+from shardlab.config.schema import Config
 from shardlab.errors import ShardlabError
 from shardlab.launch.job import Job
 from shardlab.launch.jobs import Jobs
@@ -32,20 +31,21 @@ from shardlab.launch.streams import open_missing, tell
 from shardlab.sweeps import trials
 from shardlab.sweeps.books import Sweep
 from shardlab.sweeps.live import Live, live
+from shardlab.sweeps.outcome import of_error, of_record
 from shardlab.sweeps.plan import Plan
 from shardlab.sweeps.rows import DONE, Row, table
+from shardlab.sweeps.shipping import Shipping
 from shardlab.sweeps.slots import Pool, Slot, slots
-from shardlab.tracking.mlflow_sink import Sink, where_to_look
+from shardlab.tracking.mlflow_sink import where_to_look
+from shardlab.tracking.provenance import without_credentials
 
 if TYPE_CHECKING:
     from shardlab.cluster.lead import Lead
-    from shardlab.tracking.record import RunRecord
 
 Objective = float | tuple[float, ...] | None
 """What a sweeper is told of a job: a value, or one for each of several objectives; None where it has none."""
 
 POLL_SECONDS = 0.2
-MOST_WARNINGS = 3
 
 
 class SweepJobs(Jobs):
@@ -61,14 +61,14 @@ class SweepJobs(Jobs):
         self.sweep = Sweep(plan.folder, plan.about, plan.objectives)
         self.stop = Stop()
         self.live: Live = live(plan.total, plan.objectives)
-        self.skipped = 0
-        self._done: dict[str, Row] = {}
-        self.reload()
+        self._done = self.sweep.rows.finished()
+        self._folders: set[Path] = set()
+        self._prepared: set[str] = set()
         self._pool: Pool | None = None
         self._signals: Signals | None = None
         self._open = contextlib.ExitStack()
         self._ended_by: BaseException | None = None
-        self._sinks: list[Sink] = []
+        self._shipping = Shipping()
         self._since = time.time()
 
     def __reduce__(self) -> tuple[Callable[[Plan], "SweepJobs"], tuple[Plan]]:
@@ -78,34 +78,34 @@ class SweepJobs(Jobs):
         self.sweep.begin()
         return _elsewhere, (self.plan,)
 
-    def reload(self) -> None:
-        """Look up which configs need not be run again."""
-        self._done = {row.hash: row for row in self.sweep.rows.read() if row.status == "finished"}
+    def resume(self) -> list[Row]:
+        """Go on with what an earlier call has left: settle what it was cut off in, and ship what it could not any more.
+
+        Returns the rows there are; [] for a new sweep. Before the first job.
+        """
+        rows = self.sweep.resume()
+        if rows:
+            self.sweep.begin()
+            self._done = self.sweep.rows.finished()
+            self.live.know(rows)
+            if self.plan.tracked:
+                self._shipping.backlog(self.sweep.unshipped())
+        return rows
 
     def open_pool(self) -> None:
         """Have the jobs run in slots from now on; nothing if they do. From the main thread; `close` ends it."""
         if self._pool is None:
             self._signals = self._open.enter_context(Signals())
             self._pool = Pool(slots(self.plan.parallel))
-            self._open.callback(self._pool.close)
             self._open.enter_context(self.live)
+            self._open.callback(self._pool.close)
 
     def close(self) -> None:
         """Begin no further job, and wait for those that run and for MLflow to have those that ran."""
         self._open.close()
         with Signals() as signals:
             seen = signals.count
-            warnings = [sink.finish(lambda: signals.count > seen) for sink in self._sinks]
-        lines = [f"warning: {line}" for line in warnings if line is not None]
-        if len(lines) > MOST_WARNINGS:
-            lines[MOST_WARNINGS:] = [f"warning: so it is with {len(lines) - MOST_WARNINGS} more runs"]
-        for line in lines:
-            tell(line, sys.stderr)
-
-    def _later(self, sink: Sink) -> None:
-        """Let MLflow get the rest of a run while the next one has its slot."""
-        sink.close()
-        self._sinks.append(sink)
+            self._shipping.finish(lambda: signals.count > seen)
 
     def wait(self, futures: "list[Future[Objective]]") -> None:
         """Return when all of them are done. Raises what an interrupt means, and Stopped after a failure that counts."""
@@ -143,24 +143,26 @@ class SweepJobs(Jobs):
         self.started = True
         self.check()
         hydra = cast(DictConfig, HydraConfig.get())
-        words = list(hydra.overrides.task)
+        words = [without_credentials(word) for word in hydra.overrides.task]
         own = [word for word in words if word.lstrip("+").partition("=")[0] in self.plan.varied]
         row = Row(int(hydra.job.num), " ".join(own or words), "", "running", overrides=own or words)
         subfolder = self.plan.folder / str(hydra.sweep.subdir)
+        self._remove_empty(subfolder)  # Hydra makes it for each job, begun or not
         try:
             composed = composed_from(cfg, hydra)
             row = replace(row, hash=composed.hash)
             if (done := self._done.get(row.hash)) is not None:
                 return self._skip(done, row)
-            folder = free_folder(subfolder)
+            folder = free_folder(subfolder, self._folders)
             composed = replace(composed, config=replace(composed.config, run_dir=str(folder)))
             settled, notes = settle(composed, self.plan.share if self.lead is None else self.lead.share())
             if self.lead is not None:
                 check_processes(settled.config, self.lead.job.ranks)
+            self._prepare(settled.config)
         except ShardlabError as error:
-            self._remove_empty(subfolder)
             self._failed(row, error)
             return None
+        self._folders.add(folder)
         for note in notes:
             tell(f"job {row.number}: {note}", sys.stderr)
         environment = {str(key): str(value) for key, value in hydra.job.env_set.items()}
@@ -176,7 +178,6 @@ class SweepJobs(Jobs):
         """The objective of a job that finished when the same command ran before."""
         if done.number != row.number:
             self.sweep.rows.write(replace(done, number=row.number, what=row.what, overrides=row.overrides))
-        self.skipped += 1
         self.live.ended(replace(done, number=row.number, what=row.what), again=False)
         return _value(done.objective)
 
@@ -199,7 +200,7 @@ class SweepJobs(Jobs):
             environment={**environment, **slot.environment},
             stop=self.stop,
             answer=trials.prunes.get(row.number),
-            later=None if self._pool is None else self._later,
+            later=None if self._pool is None else self._shipping.later,
             shown=self.live.shows_progress,
         )
         try:
@@ -222,46 +223,33 @@ class SweepJobs(Jobs):
             self._remove_empty(folder)
             self._failed(replace(row, seconds=time.monotonic() - started), error)
             return None
-        return self._finished(replace(row, seconds=time.monotonic() - started), record)
-
-    def _finished(self, row: Row, record: "RunRecord") -> Objective:
-        values = [record.value(name) for name in self.plan.objectives]
-        known = [value for value in values if value is not None]
-        odd = [
-            f"{name} is {'missing' if value is None else value}"
-            for name, value in zip(self.plan.objectives, values, strict=True)
-            if value is None or math.isnan(value)
-        ]
-        if odd:
-            self._keep(replace(row, status="failed", reason=", ".join(odd)))
-            return None
-        pruned = record.pruned
-        row = replace(row, objective=known, status="finished" if pruned is None else "pruned")
-        self._keep(row if pruned is None else replace(row, reason=f"at step {pruned}"))
-        return _value(known)
+        row = of_record(replace(row, seconds=time.monotonic() - started), record, self.plan.objectives)
+        self._keep(row)
+        return _value(row.objective)
 
     def _failed(self, row: Row, error: BaseException) -> None:
         """Say at once what went wrong, and keep it for the table."""
-        from shardlab.launch.ranks import RanksFailed
-        from shardlab.launch.run import RunFailed
+        row, text = of_error(row, error)
+        if text:
+            tell(f"job {row.number}: {text}", sys.stderr)
+        self._keep(row)
 
-        status, reason = "failed", str(error)
-        if isinstance(error, ShardlabError):
-            status = "failed" if isinstance(error.__cause__, RanksFailed) else "refused"
-        elif isinstance(error, RunFailed):
-            reason = error.reason
-            if isinstance(error.__cause__, RanksFailed) and error.__cause__.text:
-                tell(f"job {row.number}: {error.__cause__.text.rstrip()}", sys.stderr)
-        else:  # a bug: its traceback is wanted, but the other jobs are not to blame
-            tell("".join(traceback.format_exception(error)).rstrip(), sys.stderr)
-            reason = f"{type(error).__name__}: {error}"
-        self._keep(replace(row, status=status, reason=" ".join(reason.split())))
+    def _prepare(self, config: Config) -> None:
+        """Have a dataset's tokens made before a job needs them: here, Ctrl-C can cut it off. ShardlabError as there."""
+        from shardlab.launch.run import prepare_data
+
+        key = repr((config.dataset, config.trainer.global_batch))
+        if self._pool is not None and self._signals is not None and key not in self._prepared:
+            with self._signals.raising():
+                prepare_data(config)
+            self._prepared.add(key)
 
     def _remove_empty(self, folder: Path) -> None:
         """Remove what Hydra made for a job that came to nothing."""
         remove_empty([each for each in (folder, *folder.parents) if self.plan.folder in each.parents])
 
     def _keep(self, row: Row) -> None:
+        self.sweep.begin()
         self.sweep.rows.write(row)
         self.live.ended(row)
         if row.status == "failed" and self.plan.fail_fast:
@@ -297,10 +285,13 @@ def _elsewhere(plan: Plan) -> SweepJobs:
     return jobs
 
 
-def free_folder(folder: Path) -> Path:
-    """The folder, or where an earlier try of the same job has left something, FOLDER-2 and so on."""
+def free_folder(folder: Path, taken: set[Path]) -> Path:
+    """The folder, or where an earlier try of the same job has left something, FOLDER-2 and so on.
+
+    taken: those that are another job's, whether it has begun or not
+    """
     number, free = 1, folder
-    while free.exists() and (not free.is_dir() or any(free.iterdir())):
+    while free in taken or (free.exists() and (not free.is_dir() or any(free.iterdir()))):
         number += 1
         free = folder.with_name(f"{folder.name}-{number}")
     return free

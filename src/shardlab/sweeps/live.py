@@ -31,6 +31,9 @@ class Live(Protocol):
 
     def __exit__(self, *_: object) -> None: ...
 
+    def know(self, rows: list[Row]) -> None:
+        """There are these rows of an earlier call, of which the best may be one."""
+
     def began(self, row: Row, folder: Path) -> None:
         """A job has begun, in this folder."""
 
@@ -49,8 +52,7 @@ class Lines:
     shows_progress = False
 
     def __init__(self, objectives: tuple[str, ...]) -> None:
-        self._objectives = objectives
-        self._rows: list[Row] = []
+        self._best = BestSoFar(objectives)
 
     def __enter__(self) -> Self:
         return self
@@ -58,27 +60,49 @@ class Lines:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def know(self, rows: list[Row]) -> None:
+        """See Live."""
+        self._best.add(*rows)
+
     def began(self, row: Row, folder: Path) -> None:
         """See Live."""
         tell(f"job {row.number}: {row.what}", sys.stdout)
 
     def ended(self, row: Row, again: bool = True) -> None:
         """See Live."""
-        self._rows.append(row)
+        self._best.add(row)
         stream = sys.stdout if row.status in ("finished", "pruned") else sys.stderr
-        tell(said(row, self._rows, self._objectives, again), stream)
+        tell(said(row, self._best, again), stream)
 
 
-def said(row: Row, rows: list[Row], objectives: tuple[str, ...], again: bool) -> str:
+class BestSoFar:
+    """The jobs that no other beats yet. objectives: names of their values; rows: of those jobs; text: about them"""
+
+    def __init__(self, objectives: tuple[str, ...]) -> None:
+        self.objectives = list(objectives)
+        self.rows: list[Row] = []
+        self.text = ""
+        self._lock = threading.Lock()
+
+    def add(self, *rows: Row) -> None:
+        """Take in jobs that have ended. Whoever was beaten is forgotten, so this stays cheap."""
+        with self._lock:
+            known = {row.number: row for row in (*self.rows, *rows)}
+            self.rows = best_rows([known[number] for number in sorted(known)], self.objectives)
+            self.text = said_best(self.rows, self.objectives)
+
+
+def said(row: Row, best_so_far: BestSoFar, again: bool) -> str:
     """One line for a job that has ended, with the best so far."""
     line = f"job {row.number} {row.status}"
     if not again:
         line += " by an earlier call"
     if row.objective:
-        line += ", " + ", ".join(f"{n} {v:.5g}" for n, v in zip(objectives, row.objective, strict=True))
+        named = zip(best_so_far.objectives, row.objective, strict=True)
+        line += ", " + ", ".join(f"{name} {value:.5g}" for name, value in named)
     if row.reason:
         line += f": {row.reason}"
-    best = [each.number for each in best_rows(rows, list(objectives))]
+    best = [each.number for each in best_so_far.rows]
     if best and again and row.status == "finished":
         line += "; the best so far" if row.number in best else f"; best so far: job {', '.join(map(str, best))}"
     return line
@@ -93,8 +117,8 @@ class LiveTable:
         from rich.console import Console
         from rich.live import Live as RichLive
 
-        self._total, self._objectives = total, objectives
-        self._rows: list[Row] = []
+        self._total, self._best = total, BestSoFar(objectives)
+        self._ended: Counter[str] = Counter()
         self._running: dict[int, _Running] = {}
         self._lock = threading.Lock()
         self._live = RichLive(
@@ -112,6 +136,10 @@ class LiveTable:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
+    def know(self, rows: list[Row]) -> None:
+        """See Live."""
+        self._best.add(*rows)
+
     def began(self, row: Row, folder: Path) -> None:
         """See Live."""
         with self._lock:
@@ -121,8 +149,9 @@ class LiveTable:
         """See Live."""
         with self._lock:
             self._running.pop(row.number, None)
-            self._rows.append(row)
-            line = said(row, self._rows, self._objectives, again)
+            self._ended[row.status] += 1
+        self._best.add(row)
+        line = said(row, self._best, again)
         tell(f"{line}   {row.what}", sys.stderr)
 
     def _drawn(self) -> "Group":
@@ -132,18 +161,17 @@ class LiveTable:
 
         with self._lock:
             running = [self._running[number] for number in sorted(self._running)]
-            rows = list(self._rows)
-        counts = Counter(row.status for row in rows)
+            counts = dict(self._ended)
         total = "" if self._total is None else f" of {self._total}"
         words = [f"{len(running)} running", *(f"{count} {status}" for status, count in sorted(counts.items()))]
-        head = f"{len(rows)}{total} jobs ended: {', '.join(words)}"
-        if best := said_best(rows, list(self._objectives)):
-            head += f"\n{best}"
+        head = f"{sum(counts.values())}{total} jobs ended: {', '.join(words)}"
+        if self._best.text:
+            head += f"\n{self._best.text}"
         table = Table(box=None, padding=(0, 2, 0, 0))
-        for column in ("job", "", "step", "loss", self._objectives[0], "seconds"):
+        for column in ("job", "", "step", "loss", self._best.objectives[0], "seconds"):
             table.add_column(column, justify="left" if not column else "right", overflow="fold")
         for job in running:
-            table.add_row(*(Text(cell) for cell in job.cells(self._objectives[0])))
+            table.add_row(*(Text(cell) for cell in job.cells(self._best.objectives[0])))
         return Group(Text(head), table) if running else Group(Text(head))
 
 

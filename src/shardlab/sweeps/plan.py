@@ -18,7 +18,7 @@ from shardlab.config.objectives import check_objective, names_of
 from shardlab.config.strategies import at_least, is_classifier
 from shardlab.errors import ShardlabError
 from shardlab.parallel.mesh import mesh_of
-from shardlab.sweeps.books import ROOT, about_sweep, earlier_sweep, space_of
+from shardlab.sweeps.books import about_sweep, space_of
 from shardlab.sweeps.slots import slots
 
 
@@ -28,7 +28,7 @@ class Plan:
 
     folder: the sweep's; about: see books.py
     varied: the keys that take several values; total: the number of jobs, None if only the sweeper knows
-    parallel: jobs at the same time; ranks: the most that any job uses
+    parallel: jobs at the same time; ranks: the most that any job uses; tracked: MLflow shows the runs
     """
 
     folder: Path
@@ -39,6 +39,7 @@ class Plan:
     fail_fast: bool
     objectives: tuple[str, ...]
     ranks: int = 0
+    tracked: bool = True
 
     @property
     def share(self) -> Share:
@@ -63,10 +64,8 @@ def plan_of(words: list[str], overrides: list[str], compose: dict[str, Any]) -> 
     slots(settings.parallel)
     task_varies = any(key.startswith(("dataset", "experiment")) for key in varied)
     check_objective(settings.objective, None if task_varies else is_classifier(config))
-    space = space_of(overrides, compose["config_name"], compose["config_dir"])
-    chosen = any(word.startswith("hydra.sweep.dir=") for word in overrides)
-    if not chosen and folder.is_relative_to(ROOT):
-        folder = earlier_sweep(space) or folder
+    name = compose["config_name"]
+    space = space_of(overrides, None if name == "config" else name, compose["config_dir"])
     return Plan(
         folder=folder,
         about=about_sweep(["shardlab", "train", *words], space),
@@ -76,6 +75,7 @@ def plan_of(words: list[str], overrides: list[str], compose: dict[str, Any]) -> 
         fail_fast=settings.fail_fast,
         objectives=tuple(names_of(settings.objective)),
         ranks=_most_ranks(jobs, compose) if jobs and visible_gpus() else 0,
+        tracked=config.tracking.name == "mlflow",
     )
 
 
@@ -100,10 +100,13 @@ def _is_grid(cfg: DictConfig, parsed: list[Override]) -> bool:
 def _most_ranks(jobs: list[list[str]], compose: dict[str, Any]) -> int:
     """The most ranks that any job of a sweep uses; `auto` takes the GPUs only if all jobs fit. jobs: overrides of each.
 
-    Each is composed, for an experiment may choose the strategy. One that cannot be will be refused, and needs none.
+    Each is composed, for an experiment may choose the strategy, unless it differs from another only in what can't
+    matter here. One that cannot be composed will be refused, and needs none.
     """
     most = 1
-    for overrides in jobs:
+    free = ("seed=", "optimizer", "scheduler", "model.dropout=", "trainer.")
+    distinct = {tuple(word for word in job if not word.startswith(free)): job for job in jobs}
+    for overrides in distinct.values():
         with contextlib.suppress(ShardlabError), composing(overrides, **compose) as cfg:
             config = to_config(cfg)
             most = max(most, mesh_of(config.strategy).ranks)

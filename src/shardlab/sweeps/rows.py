@@ -10,6 +10,7 @@ import io
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,17 @@ class Rows:
 
     def read(self) -> list[Row]:
         """The row of each job that holds, by number."""
-        names = {each.name for each in fields(Row)}
-        found: dict[int, Row] = {}
-        for event in Tail(self.path).events():
-            row = Row(**{name: value for name, value in event.items() if name in names})
-            found[row.number] = row
+        found = {row.number: row for row in self._all()}
         return [found[number] for number in sorted(found)]
+
+    def finished(self) -> dict[str, Row]:
+        """The jobs that need not be run again, by hash: whatever was written of the same number later."""
+        return {row.hash: row for row in self._all() if row.status == "finished"}
+
+    def _all(self) -> Iterator[Row]:
+        names = {each.name for each in fields(Row)}
+        for event in Tail(self.path).events():
+            yield Row(**{name: value for name, value in event.items() if name in names})
 
 
 def best_rows(rows: list[Row], objectives: list[str]) -> list[Row]:

@@ -12,7 +12,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardlab.errors import ShardlabError
@@ -53,6 +53,11 @@ class Sink:
             self._started = True
             self._thread.start()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether MLflow has everything."""
+        return self._shipper.done and self._shipper.not_stored is None and not self._thread.is_alive()
+
     def close(self) -> None:
         """Have the rest shipped, the end included, which must be in the record by now; returns at once."""
         self.start()
@@ -88,6 +93,55 @@ class Sink:
             if last or self._shipper.done:
                 return
             self._run_is_over.wait(pause)
+
+
+def is_shipped(folder: Path) -> bool:
+    """Whether MLflow has got the end of a run."""
+    return "status" in (read_link(folder) or {})
+
+
+class Backlog:
+    """Ships runs that have ended, one after the other, in the background: an earlier launcher was killed before it had.
+
+    folders: of the runs; one that can't be read is left alone
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._left = list(folders)
+        self._problem: str | None = None
+        self._store: Store | None = None
+        self._thread = threading.Thread(target=self._work, name="mlflow backlog", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether MLflow has everything."""
+        return not self._left and not self._thread.is_alive()
+
+    def finish(self, give_up: Callable[[], bool] = lambda: False) -> str | None:
+        """See Sink.finish."""
+        deadline = time.monotonic() + (SINK_SECONDS if self._store is None else patience(self._store))
+        while self._thread.is_alive() and time.monotonic() < deadline and not give_up():
+            self._thread.join(0.1)
+        if self.is_done:
+            return None
+        why = self._problem or "MLflow has not answered yet"
+        return f"{why}; to ship earlier runs later: " + " and ".join(f"shardlab sync {run}" for run in self._left[:3])
+
+    def _work(self) -> None:
+        for folder in list(self._left):
+            try:
+                shipper = Shipper(folder)
+                self._store = shipper.store
+                shipper.ship()
+                with contextlib.suppress(Exception):
+                    settle_once(shipper.store)
+            except (ShardlabError, OSError, ValueError):  # it was cut off as it was being made
+                pass
+            except Exception as error:
+                self._problem = problem(self._store, error) if self._store is not None else str(error)
+                return
+            self._left.remove(folder)
 
 
 def sync(folder: Path) -> int:

@@ -4,6 +4,7 @@ The record is the truth and MLflow is where it is shown, so shipping may fail, s
 record's first line: the run is found by our id, and a point that MLflow has already is kept once (points.py).
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ class Shipper:
         self.not_stored: str | None = None
         self._client: MlflowClient | None = None
         self._run = ""
+        self._link: dict[str, str] = {}
         self._logs: dict[str, Tail] = {}
         self._points: list[Point] = []
         self._tags: dict[str, str] = {}
@@ -101,14 +103,17 @@ class Shipper:
             for run in [self._run, *([parent] if parent else [])]:
                 client.log_inputs(run, datasets=[DatasetInput(dataset, [InputTag("mlflow.data.context", "train")])])
         self._store_files(client, [self.folder / "config.yaml", self.folder / PROVENANCE])
-        link = {
+        self._link = {
             "uri": self.store.shown,
             "experiment": self.store.experiment,
             "experiment_id": experiment,
             "run_id": self._run,
         }
-        (self.folder / LINK).write_text(json.dumps(link, indent=2) + "\n", encoding="utf-8")
+        self._write_link()
         self._client = client
+
+    def _write_link(self) -> None:
+        (self.folder / LINK).write_text(json.dumps(self._link, indent=2) + "\n", encoding="utf-8")
 
     def _finish(self, client: "MlflowClient", end: Event) -> None:
         """The record itself, and the status. The logs too, if something went wrong."""
@@ -117,6 +122,9 @@ class Shipper:
             files += sorted(self.folder.glob("rank-*.log"))
         self._store_files(client, files)
         client.set_terminated(self._run, end["status"], end_time=int(end["time"] * 1000))
+        self._link["status"] = end["status"]
+        with contextlib.suppress(OSError):  # a full disk: it will be shipped once more
+            self._write_link()
 
     def _store_files(self, client: "MlflowClient", files: list[Path]) -> None:
         for path in files:
