@@ -11,7 +11,7 @@ import pytest
 from shardlab.config.schema import TrackingConfig
 from shardlab.tracking import sweep_parent
 from shardlab.tracking.points import params, points, tags_of
-from shardlab.tracking.provenance import without_credentials
+from shardlab.tracking.provenance import redact_file, without_credentials
 from shardlab.tracking.store import Store, problem, store_of, with_credentials
 
 POINTS = [
@@ -83,12 +83,34 @@ SECRETS = [
     ("https://token@host/x?y=a@b", "https://host/x?y=a@b"),
     ("sqlite:////home/a@b/c.db", "sqlite:////home/a@b/c.db"),
     ("mail me@host", "mail me@host"),
+    (r"tracking.uri=http\://me\:secret@host\:5000/x", r"tracking.uri=http\://host\:5000/x"),
+    (r"uri=http\://me\:s\=e\,c\ r\(e\\t@host", r"uri=http\://host"),
+    (r'["uri=http\\://me\\:s\\=ecret@host", "a@b"]', r'["uri=http\\://host", "a@b"]'),
+    (r"uri='http://me:it\'s@host'", "uri='http://host'"),
+    (r"http\://me\:secret\\@host", r"http\://host"),
+    (r"no=http\://host\:5000 and me@host", r"no=http\://host\:5000 and me@host"),
+    (r"http\://a.b/c\:d@e", r"http\://a.b/c\:d@e"),
 ]
 
 
 @pytest.mark.parametrize(("text", "shown"), SECRETS)
 def test_a_password_in_a_uri_is_taken_out(text: str, shown: str) -> None:
     assert without_credentials(text) == shown
+
+
+def test_a_text_of_backslashes_is_searched_in_no_time() -> None:
+    assert without_credentials("a://" + "\\" * 10_000).endswith("\\")
+
+
+def test_a_file_is_rewritten_without_its_passwords(tmp_path: Path) -> None:
+    path = tmp_path / "multirun.yaml"
+    redact_file(path)
+    assert not path.exists()
+    path.write_text("a: ü\nuri: http://me:secret@host\n", encoding="utf-8")
+    redact_file(path)
+    assert path.read_text(encoding="utf-8") == "a: ü\nuri: http://host\n"
+    redact_file(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["multirun.yaml"]
 
 
 STORES = [

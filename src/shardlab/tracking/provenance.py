@@ -4,6 +4,7 @@ Written once, before the run starts, by the launcher. It takes a few millisecond
 whose versions it notes. No password reaches it: see `without_credentials`.
 """
 
+import functools
 import getpass
 import hashlib
 import os
@@ -31,9 +32,26 @@ PACKAGES = (
 )
 
 
+# Hydra's own sweeper escapes a job's words, `http\://me\:secret@host`, and JSON and YAML double its backslashes.
+_CREDENTIALS = re.compile(r"""([A-Za-z][\w+.-]*\\*://)(?:[^\s/'"\\]|\\+(?:[^\\@]|(?=@)))*@""")
+
+
 def without_credentials(text: str) -> str:
-    """The text with `user:password@` taken out of every URI in it."""
-    return re.sub(r"([A-Za-z][\w+.-]*://)[^\s/'\"]*@", r"\1", text)
+    """The text with `user:password@` taken out of every URI in it, escaped ones included."""
+    return _CREDENTIALS.sub(r"\1", text)
+
+
+def redact_file(path: Path) -> None:
+    """Rewrite a text file of another program's without credentials, whole or not at all; nothing if there is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return
+    shown = without_credentials(text)
+    if shown != text:
+        new = path.with_name(f".{path.name}.{time.monotonic_ns()}")
+        new.write_text(shown, encoding="utf-8")
+        new.replace(path)
 
 
 def provenance(
@@ -162,8 +180,12 @@ def cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
+@functools.cache
 def source_checksum() -> str:
-    """sha256 over the package's Python files: which code ran, be it installed, edited or uncommitted."""
+    """sha256 over the package's Python files: which code ran, be it installed, edited or uncommitted.
+
+    Read once a process, which goes on running that code whatever becomes of the files.
+    """
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -171,6 +193,7 @@ def source_checksum() -> str:
     return total.hexdigest()
 
 
+@functools.cache
 def _versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for package in PACKAGES:
