@@ -25,7 +25,7 @@ def train(overrides: Iterable[str]) -> "RunRecord":
     """
     import sys
 
-    from shardlab.cluster.job import find_job
+    from shardlab.cluster.environment import find_job
     from shardlab.config.check import settle
     from shardlab.config.compose import composed_from, composing
     from shardlab.config.overrides import check_overrides

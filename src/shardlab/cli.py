@@ -79,7 +79,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
-    from shardlab.cluster.job import find_job
+    from shardlab.cluster.environment import find_job
     from shardlab.tracking.store import set_environment
 
     set_environment()

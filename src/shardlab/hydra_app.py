@@ -18,13 +18,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from shardlab import __version__
+from shardlab.cluster.room import with_ranks
 from shardlab.completion import complete
 from shardlab.config.complaint import complaint, nearest
 from shardlab.config.compose import COMPOSITION_ERRORS, PACKAGE, VERSION_BASE, composing, to_config
 from shardlab.config.overrides import check_folders, check_overrides
-from shardlab.config.room import with_ranks
 from shardlab.errors import ShardlabError
-from shardlab.launch.jobs import Jobs, OneJob
+from shardlab.launch.application import Jobs, OneJob
 
 if TYPE_CHECKING:
     from shardlab.cluster.lead import Lead

@@ -8,7 +8,7 @@ import pytest
 
 from shardlab.cli import main
 from shardlab.config.overrides import packaged_choices
-from shardlab.launch.jobs import new_folders, remove_empty
+from shardlab.launch.application import new_folders, remove_empty
 
 LIGHT = [
     # what is asked                                     what the answer holds

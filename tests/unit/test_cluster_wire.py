@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from shardlab.cluster import follow, wire
+from shardlab.cluster.environment import Job
 from shardlab.cluster.follow import facts
-from shardlab.cluster.job import Job
 from shardlab.cluster.lead import Lead
 from shardlab.cluster.network import interface_of, listen
 from shardlab.cluster.wire import Link, WireError

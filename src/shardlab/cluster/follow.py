@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from shardlab.cluster.job import Job, without_job
+from shardlab.cluster.environment import Job, without_job
 from shardlab.cluster.meeting import find_lead, reach
 from shardlab.cluster.network import interface_of, this_machine
 from shardlab.cluster.remote import to_message

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardlab.cluster.environment import Job, without_job
 from shardlab.cluster.follow import PATIENCE, facts, patience_of
-from shardlab.cluster.job import Job, without_job
 from shardlab.cluster.meeting import JOIN_SECONDS, open_meeting
 from shardlab.cluster.network import free_port, interface_of, is_loopback
 from shardlab.cluster.remote import RemoteRank, from_message

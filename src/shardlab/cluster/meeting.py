@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from shardlab.cluster.job import Job
+from shardlab.cluster.environment import Job
 from shardlab.cluster.network import is_loopback, listen
 from shardlab.errors import ShardlabError
 from shardlab.launch.ranks import RanksFailed, run_ranks

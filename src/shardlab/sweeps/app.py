@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlab.config.room import check_parallel
+from shardlab.cluster.room import check_parallel
 from shardlab.errors import ShardlabError
 from shardlab.launch.new_folder import check_place, new_folders, remove_empty
 from shardlab.launch.signals import Signals, Stopped

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, cast
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from shardlab.cluster.room import check_processes
 from shardlab.config.check import settle
 from shardlab.config.compose import Composed, composed_from
-from shardlab.config.room import check_processes
 from shardlab.config.schema import Config
 from shardlab.errors import ShardlabError
+from shardlab.launch.application import Jobs
 from shardlab.launch.job import Job
-from shardlab.launch.jobs import Jobs
 from shardlab.launch.new_folder import remove_empty
 from shardlab.launch.signals import Signals, Stop, Stopped
 from shardlab.launch.streams import open_missing, tell

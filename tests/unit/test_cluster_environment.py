@@ -3,8 +3,8 @@
 import pytest
 
 import shardlab
-from shardlab.cluster.job import Job, find_job, without_job
-from shardlab.config.room import check_parallel, with_ranks
+from shardlab.cluster.environment import Job, find_job, without_job
+from shardlab.cluster.room import check_parallel, with_ranks
 from shardlab.errors import ShardlabError
 
 TORCHRUN = {

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from shardlab.cluster.room import check_processes
 from shardlab.config.check import settle
 from shardlab.config.compose import composed_from
-from shardlab.config.room import check_processes
 from shardlab.errors import ShardlabError
 from shardlab.launch.new_folder import new_folders, remove_empty
 from shardlab.launch.streams import open_missing, tell
