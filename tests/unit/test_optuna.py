@@ -23,6 +23,7 @@ from shardlab.config.overrides import check_overrides
 from shardlab.errors import ShardlabError
 from shardlab.launch.signals import Stopped
 from shardlab.sweeps import trials
+from shardlab.sweeps.rows import Row, Rows
 
 optuna = pytest.importorskip("optuna")
 
@@ -446,6 +447,46 @@ def test_trials_of_a_killed_launcher_are_failed_and_made_up_for(disk):
     slots = Slots(lr)
     assert states(search(slots, *words)) == [COMPLETE, COMPLETE, FAIL, COMPLETE]
     assert slots.numbers == [3]
+
+
+ENDED = [
+    # row's status   objective     trial's state   value
+    ("finished",     [0.25],       COMPLETE,       0.25),
+    ("pruned",       [0.25],       PRUNED,         7.0),
+    ("failed",       [0.25],       FAIL,           None),
+    ("killed",       [0.25],       FAIL,           None),
+    ("running",      [],           FAIL,           None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "objective", "state", "value"), ENDED)
+def test_a_trial_of_a_killed_launcher_ended_as_its_job_did(status, objective, state, value, disk):
+    """A launcher killed between a job's row and its trial's once lost the job."""
+    words = (LR, "hydra.sweeper.n_trials=2")
+    search(Slots(lr), LR, "hydra.sweeper.n_trials=1")
+    asked = study_in("search").ask()
+    asked.report(7.0, 1)
+    Rows(Path("search")).write(Row(asked.number, "", "", status, objective=objective))
+    slots = Slots(lr)
+    trial = search(slots, *words).trials[asked.number]
+    assert (trial.state, trial.value) == (state, value)
+    assert slots.numbers == ([] if state != FAIL else [2])
+
+
+def test_an_interrupted_search_keeps_the_jobs_that_finished(disk):
+    """Of a batch that was cut off, the trials of its first jobs."""
+
+    def work(values: dict[str, Any], number: int) -> float:
+        if number == 2:
+            raise KeyboardInterrupt
+        Rows(Path("search")).write(Row(number, "", "", "finished", objective=[float(number)]))
+        return float(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        search(Batches(work), LR, "hydra.sweeper.n_trials=4", "sweep.parallel=4")
+    study = study_in("search")
+    assert states(study) == [COMPLETE, COMPLETE, FAIL, FAIL]
+    assert [trial.value for trial in study.trials] == [0.0, 1.0, None, None]
 
 
 def test_a_search_that_has_its_trials_runs_none(capsys):

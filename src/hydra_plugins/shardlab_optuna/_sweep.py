@@ -58,7 +58,7 @@ def sweep(keys: OptunaConf, words: list[str], config: DictConfig, loader: Config
     seed = abs(job.seed) if keys.seed is None else keys.seed
     trials = Trials(study, space, objectives, folder, sampler=keys.sampler, seed=seed, prunes=keys.pruner != "none")
     try:
-        trials.fail_running(everywhere=keys.storage is None)
+        trials.end_running(everywhere=keys.storage is None)
         missing = keys.n_trials - counted(study)
         if missing <= 0:
             tell(

@@ -23,6 +23,7 @@ from hydra_plugins.shardlab_optuna._study import sampler_of
 from shardlab.launch.job import Answer
 from shardlab.launch.streams import tell
 from shardlab.sweeps import trials
+from shardlab.sweeps.rows import Rows
 
 JOB, FOLDER = "job", "folder"
 """What a trial notes of its job: its number, and the sweep's folder."""
@@ -57,7 +58,7 @@ class Trials:
     def run(self, count: int, launcher: Launcher, batch: int) -> None:
         """Run that many trials. batch: how many at once with a launcher that is not shardlab's.
 
-        A job that fails is a failed trial. If this is interrupted, so are the trials that were running.
+        A job that fails is a failed trial. If this is interrupted, so are the trials whose jobs have not ended.
         """
         try:
             if hasattr(launcher, "submit"):
@@ -65,47 +66,53 @@ class Trials:
             else:
                 self._in_batches(count, launcher, batch)
         except BaseException:
-            self.fail_running()
+            self.end_running()
             raise
 
-    def fail_running(self, *, everywhere: bool = False) -> None:
-        """Tell the study that this sweep's running trials have failed.
+    def end_running(self, *, everywhere: bool = False) -> None:
+        """Tell the study how this sweep's running trials ended: as the rows of their jobs say, else that they failed.
 
-        everywhere: those of other folders too, for nobody else can be at work on this study
+        A launcher that is ended may leave a job that has finished and whose trial has not been told.
+        everywhere: the trials of other folders too, for nobody else can be at work on this study
         """
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        rows = {row.number: row for row in Rows(Path(self.folder)).read()} if running else {}
+        for trial in running:
             if everywhere or trial.user_attrs.get(FOLDER) == self.folder:
-                trials.prunes.pop(trial.user_attrs.get(JOB, -1), None)
-                self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+                trials.prunes.pop(trial.number, None)
+                row = rows.get(trial.number)
+                status = "killed" if row is None else row.status
+                value = row.objective if row is not None and status == "finished" else None
+                self._tell(trial.number, value, pruned=status == "pruned")
 
     def _one_by_one(self, count: int, launcher: Any) -> None:
-        running: dict[Future[Any], tuple[Trial, int]] = {}
+        running: dict[Future[Any], int] = {}
         while count or running:
             while count and len(running) < launcher.parallel:
                 count -= 1
                 trial, number, overrides = self._ask()
                 if self.prunes:
                     trials.prunes[number] = self._answer(trial, number)
-                running[launcher.submit(overrides, number).return_value] = trial, number
+                running[launcher.submit(overrides, number).return_value] = number
             while not wait(running, POLL_SECONDS, FIRST_COMPLETED).done:
                 launcher.check()
             ended = {future: running[future] for future in running if future.done()}
-            for future, (trial, number) in ended.items():
+            for future, number in ended.items():
                 del running[future]
                 try:
                     value = future.result()
                 except CancelledError:  # the launcher gave it up
                     value = None
                 trials.prunes.pop(number, None)
-                self._tell(trial, number, value)
+                self._tell(number, value, pruned=number in self._pruned)
 
     def _in_batches(self, count: int, launcher: Launcher, batch: int) -> None:
         while count:
             asked = [self._ask() for _ in range(min(batch, count))]
             count -= len(asked)
             jobs = launcher.launch([overrides for _, _, overrides in asked], initial_job_idx=asked[0][1])
-            for (trial, number, _), job in zip(asked, jobs, strict=True):
-                self._tell(trial, number, _value(job, number))
+            for (_, number, _), job in zip(asked, jobs, strict=True):
+                self._tell(number, _value(job, number), pruned=False)
 
     def _ask(self) -> tuple[Trial, int, list[str]]:
         """The next trial, its number, and its job's overrides."""
@@ -116,15 +123,16 @@ class Trials:
         trial.set_user_attr(FOLDER, self.folder)
         return trial, trial.number, self.space.overrides(self.space.values(trial.params))
 
-    def _tell(self, trial: Trial, number: int, value: Any) -> None:
+    def _tell(self, number: int, value: Any, *, pruned: bool) -> None:
+        """Tell the study what a job came to; one without a value for each objective has failed."""
         values = list(value) if isinstance(value, tuple | list) else [value]
         known = [float(each) for each in values if isinstance(each, int | float) and math.isfinite(each)]
-        if number in self._pruned:
-            self.study.tell(trial, state=TrialState.PRUNED)
+        if pruned:
+            self.study.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
         elif len(known) == len(values) == len(self.objectives):
-            self.study.tell(trial, known)
+            self.study.tell(number, known, skip_if_finished=True)
         else:
-            self.study.tell(trial, state=TrialState.FAIL)
+            self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     def _answer(self, trial: Trial, number: int) -> Answer:
         """Whom a job asks after each evaluation, in its own thread.
