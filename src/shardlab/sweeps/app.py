@@ -16,18 +16,15 @@ from shardlab.errors import ShardlabError
 from shardlab.launch.new_folder import check_place, new_folders, remove_empty
 from shardlab.launch.signals import Signals, Stopped
 from shardlab.launch.streams import tell
-from shardlab.sweeps.books import LOCK, ROOT, SweepRunsError, earlier_sweep
+from shardlab.sweeps.books import LOCK, MULTIRUN, ROOT, SweepRunsError, earlier_sweep
 from shardlab.sweeps.jobs import SweepJobs
 from shardlab.sweeps.plan import Plan, plan_of
 from shardlab.sweeps.rows import DONE, counts
+from shardlab.tracking.provenance import redact_file
 from shardlab.tracking.sweep_parent import SWEEP
 
 if TYPE_CHECKING:
     from shardlab.cluster.lead import Lead
-
-MULTIRUN = "multirun.yaml"
-"""What Hydra's sweepers write into a sweep's folder."""
-
 
 MANY = 50
 """Combinations that Hydra composes, one after the other, in more time than anybody waits without a word."""
@@ -79,6 +76,8 @@ def sweep(
             raise
         finally:
             seen = signals.count
+            with contextlib.suppress(OSError):
+                redact_file(plan.folder / MULTIRUN)
             if books.begun:
                 books.finish(interrupted=interrupted, give_up=lambda: signals.count > seen)
             books.release()

@@ -32,6 +32,9 @@ from shardlab.tracking.sweep_parent import SWEEP, begin_sweep, end_sweep, read_s
 ROOT = Path("runs/sweeps")
 """Where conf/config.yaml has the folders of sweeps that are not told another."""
 
+MULTIRUN = "multirun.yaml"
+"""What Hydra's sweepers write into a sweep's folder."""
+
 LOCK = "sweep.lock"
 """Held by the launcher that runs the sweep."""
 

@@ -29,7 +29,7 @@ from shardlab.launch.new_folder import remove_empty
 from shardlab.launch.signals import Signals, Stop, Stopped
 from shardlab.launch.streams import open_missing, tell
 from shardlab.sweeps import trials
-from shardlab.sweeps.books import Sweep
+from shardlab.sweeps.books import MULTIRUN, Sweep
 from shardlab.sweeps.live import Live, live
 from shardlab.sweeps.outcome import of_error, of_record
 from shardlab.sweeps.plan import Plan
@@ -37,7 +37,7 @@ from shardlab.sweeps.rows import DONE, Row, table
 from shardlab.sweeps.shipping import Shipping
 from shardlab.sweeps.slots import Pool, Slot, slots
 from shardlab.tracking.mlflow_sink import where_to_look
-from shardlab.tracking.provenance import without_credentials
+from shardlab.tracking.provenance import redact_file, without_credentials
 
 if TYPE_CHECKING:
     from shardlab.cluster.lead import Lead
@@ -95,6 +95,8 @@ class SweepJobs(Jobs):
     def open_pool(self) -> None:
         """Have the jobs run in slots from now on; nothing if they do. From the main thread; `close` ends it."""
         if self._pool is None:
+            with contextlib.suppress(OSError):
+                redact_file(self.plan.folder / MULTIRUN)
             self._signals = self._open.enter_context(Signals())
             self._pool = Pool(slots(self.plan.parallel))
             self._open.enter_context(self.live)
