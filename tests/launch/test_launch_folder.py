@@ -100,7 +100,7 @@ def test_a_sweep_on_a_full_disk_still_ends(monkeypatch: pytest.MonkeyPatch, caps
     sweep = sweep_of("sweep")
     sweep.begin()
     monkeypatch.setattr("shardlab.tracking.sweep_parent.write_sweep", full)
-    assert sweep.finish() == "FINISHED"
+    assert sweep.finish(sweep.rows.read()) == "FINISHED"
     assert "the sweep's end can't be written: No space" in capsys.readouterr().err
 
 

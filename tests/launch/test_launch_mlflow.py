@@ -130,7 +130,7 @@ def test_a_sweep_is_a_parent_over_its_jobs_with_their_summary(store: str) -> Non
     ended(sweep, 0, "finished", 0.3)
     ended(sweep, 1, "failed")
     ended(sweep, 2, "refused")
-    assert sweep.finish() == "FAILED"
+    assert sweep.finish(sweep.rows.read()) == "FAILED"
     runs = shown(store)
     parent = runs["sweep a"]
     assert parent.info.status == "FAILED"
@@ -209,7 +209,7 @@ def test_a_dead_server_costs_one_warning_and_sync_ships_all_later(
     sweep = sweep_of("sweeps/b")
     record = run(composed("none", *tracked(dead, "later"), "run_dir=sweeps/b/0"), job=job_of(sweep, 0))
     ended(sweep, 0, "finished", 0.3)
-    assert sweep.finish() == "FINISHED"
+    assert sweep.finish(sweep.rows.read()) == "FINISHED"
     said = capfd.readouterr()
     [warning] = [line for line in said.err.splitlines() if not line.startswith("later: ")]
     assert warning.startswith("warning: MLflow at http://127.0.0.1:9 can't be reached; ")

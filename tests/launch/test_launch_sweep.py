@@ -71,7 +71,7 @@ def test_a_signal_ends_the_wait_for_a_slow_server(
     monkeypatch.setattr(books, "patience", lambda store: 120)
     monkeypatch.setattr(books, "end_sweep", lambda *_: [Store("http://slow", "e")])
     monkeypatch.setattr(books, "ship_sweep", lambda *_: answered.wait(20))
-    assert sweep.finish(give_up=lambda: True) == "FINISHED"
+    assert sweep.finish(sweep.rows.read(), give_up=lambda: True) == "FINISHED"
     assert not answered.is_set()
     assert "MLflow has not answered yet; to ship the sweep's end later" in capsys.readouterr().err
     answered.set()

@@ -15,7 +15,7 @@ from shardlab.config.compose import compose
 from shardlab.config.objectives import check_objective, names_of
 from shardlab.errors import ShardlabError
 from shardlab.sweeps import slots as slots_module
-from shardlab.sweeps.books import LOCK, Sweep, SweepRunsError, about_sweep, earlier_sweep, space_of
+from shardlab.sweeps.books import LOCK, Sweep, SweepRunsError, about_sweep, earlier_sweeps, space_of
 from shardlab.sweeps.jobs import free_folder
 from shardlab.sweeps.live import Lines, LiveTable
 from shardlab.sweeps.outcome import of_record
@@ -160,6 +160,7 @@ OUTCOMES = [
     ("FINISHED", (3.0, 2.0),              "finished", "",                    [2.0]),
     ("FINISHED", (),                      "failed",   "val/loss is missing", []),
     ("FINISHED", (math.nan,),             "failed",   "val/loss is nan",     []),
+    ("FINISHED", (math.inf,),             "failed",   "val/loss is inf",     []),
     ("FAILED",   (3.0,),                  "failed",   "why",                 []),
     ("KILLED",   (3.0,),                  "killed",   "why",                 []),
     ("pruned",   (3.0,),                  "pruned",   "at step 7",           [3.0]),
@@ -187,6 +188,29 @@ def test_rows_of_a_killed_launcher_are_settled_by_their_records(tmp_path: Path) 
     (tmp_path / "0/mlflow.json").write_text(json.dumps({**link, "status": "FINISHED"}))
     (tmp_path / "1/mlflow.json").write_text(json.dumps(link))
     assert [path.name for path in sweep.unshipped()] == ["1", "2"]
+
+
+DAMAGED = ["[1]", "{", "\x00" * 99, '{"event":"job","time":1}', "null"]
+WRONG_VALUES = [("number", "one"), ("objective", None), ("objective", ["a"]), ("status", 3), ("time", None)]
+
+
+def test_a_damaged_line_costs_its_own_row_alone(tmp_path: Path) -> None:
+    rows = Rows(tmp_path)
+    rows.write(row(0, "finished", 0.5))
+    whole = json.loads(rows.path.read_text())
+    with rows.path.open("ab") as file:
+        file.write(b"\xff\xfe\n")
+        for line in [*DAMAGED, *(json.dumps(whole | {key: value}) for key, value in WRONG_VALUES)]:
+            file.write(line.encode() + b"\n")
+    rows.write(row(1, "failed"))
+    assert [(each.number, each.status) for each in rows.read()] == [(0, "finished"), (1, "failed")]
+
+
+def test_a_sweep_whose_own_file_is_damaged_is_not_taken_for_another(tmp_path: Path) -> None:
+    for text in ("{", "[]", '{"space": ["a"]}'):
+        (tmp_path / "sweep.json").write_text(text)
+        with pytest.raises(ShardlabError, match=r"holds a sweep\.json that can't be read"):
+            sweep_in(tmp_path, "a").claim()
 
 
 def test_rows_of_many_threads_are_all_there(tmp_path: Path) -> None:
@@ -263,15 +287,15 @@ def sweep_in(folder: Path, *space: str) -> Sweep:
     return Sweep(folder, about_sweep(["shardlab"], space), ["val/loss"])
 
 
-def test_the_latest_sweep_of_a_space_is_found(tmp_path: Path) -> None:
+def test_the_sweeps_of_a_space_are_found_the_latest_first(tmp_path: Path) -> None:
     for name, space in (("1", "a"), ("2", "a"), ("3", "b")):
         sweep = sweep_in(tmp_path / "day" / name, space)
         sweep.claim()
         sweep.begin()
         sweep.release()
-    assert earlier_sweep(["a"], tmp_path) == tmp_path / "day/2"
-    assert earlier_sweep(["b"], tmp_path) == tmp_path / "day/3"
-    assert earlier_sweep(["c"], tmp_path) is None
+    assert list(earlier_sweeps(["a"], tmp_path)) == [tmp_path / "day/2", tmp_path / "day/1"]
+    assert list(earlier_sweeps(["b"], tmp_path)) == [tmp_path / "day/3"]
+    assert list(earlier_sweeps(["c"], tmp_path)) == []
 
 
 def test_a_sweep_belongs_to_one_launcher_at_a_time(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The study: where it is kept, whose it is, who proposes and who prunes."""
 
 import sqlite3
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, RandomSampler,
 from optuna.storages import RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from hydra_plugins.shardlab_optuna._space import Space
 from hydra_plugins.shardlab_optuna.sweeper import OptunaConf
@@ -91,7 +92,7 @@ def open_study(keys: OptunaConf, folder: Path, up: Sequence[bool], about: Mappin
             connect = {"creator": lambda: sqlite3.connect(folder / FILE, timeout=WAIT, check_same_thread=False)}
             storage = RDBStorage("sqlite:///study.db", engine_kwargs=connect)
         else:
-            storage = RDBStorage(keys.storage)
+            storage = _shared(keys.storage)
         study = optuna.create_study(
             storage=storage, study_name=name, directions=directions, pruner=_pruner(keys), load_if_exists=True
         )
@@ -109,6 +110,15 @@ def open_study(keys: OptunaConf, folder: Path, up: Sequence[bool], about: Mappin
             "or hydra.sweeper.study, or the same command again"
         )
     return study
+
+
+def _shared(url: str) -> RDBStorage:
+    """A storage that others may be making at the same moment: then the first try of one of them fails."""
+    try:
+        return RDBStorage(url)
+    except IntegrityError:
+        time.sleep(1)
+        return RDBStorage(url)
 
 
 def sampler_of(name: str, seed: int, number: int) -> BaseSampler:

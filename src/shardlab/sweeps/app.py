@@ -16,7 +16,7 @@ from shardlab.errors import ShardlabError
 from shardlab.launch.new_folder import check_place, new_folders, remove_empty
 from shardlab.launch.signals import Signals, Stopped
 from shardlab.launch.streams import tell
-from shardlab.sweeps.books import LOCK, MULTIRUN, ROOT, SweepRunsError, earlier_sweep
+from shardlab.sweeps.books import LOCK, MULTIRUN, ROOT, SweepRunsError, earlier_sweeps
 from shardlab.sweeps.jobs import SweepJobs
 from shardlab.sweeps.plan import Plan, plan_of
 from shardlab.sweeps.rows import DONE, counts
@@ -79,11 +79,10 @@ def sweep(
             with contextlib.suppress(OSError):
                 redact_file(plan.folder / MULTIRUN)
             if books.begun:
-                books.finish(interrupted=interrupted, give_up=lambda: signals.count > seen)
+                books.finish(jobs.rows, interrupted=interrupted, give_up=lambda: signals.count > seen)
             books.release()
             if not (plan.folder / SWEEP).exists():
-                for name in (MULTIRUN, LOCK):
-                    (plan.folder / name).unlink(missing_ok=True)
+                (plan.folder / MULTIRUN).unlink(missing_ok=True)
                 remove_empty(new)
     signals.check()  # one that came while the end was being written
     return status
@@ -98,7 +97,7 @@ def _refuse_others(folder: Path) -> None:
 def _claimed(plan: Plan, lead: "Lead | None", chosen: bool) -> tuple[SweepJobs, list[Path]]:
     """The jobs of a sweep whose folder is ours now, and the folders that were made for it, innermost first.
 
-    chosen: the user has named the folder; else the latest of the same sweep is taken, unless somebody runs it
+    chosen: the user has named the folder; else the latest of the same sweep is taken, that nobody runs
     """
 
     def claim(folder: Path) -> tuple[SweepJobs, list[Path]]:
@@ -109,8 +108,8 @@ def _claimed(plan: Plan, lead: "Lead | None", chosen: bool) -> tuple[SweepJobs, 
         jobs.sweep.claim()
         return jobs, new
 
-    earlier = None if chosen or not plan.folder.is_relative_to(ROOT) else earlier_sweep(plan.about["space"])
-    if earlier is not None:
-        with contextlib.suppress(SweepRunsError):
-            return claim(earlier)
+    if not chosen and plan.folder.is_relative_to(ROOT):
+        for earlier in earlier_sweeps(plan.about["space"]):
+            with contextlib.suppress(SweepRunsError):
+                return claim(earlier)
     return claim(plan.folder)

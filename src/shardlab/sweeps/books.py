@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -58,15 +58,17 @@ def space_of(overrides: Sequence[str], config_name: str | None, config_dir: str 
     return tuple(without_credentials(word) for word in [*flags, *words])
 
 
-def earlier_sweep(space: Sequence[str], root: Path = ROOT) -> Path | None:
-    """The folder of the latest sweep of that space; None if there is none."""
-    folders = sorted((path.parent for path in root.glob(f"*/*/{SWEEP}")), reverse=True)
-    return next((folder for folder in folders if _space(folder) == list(space)), None)
+def earlier_sweeps(space: Sequence[str], root: Path = ROOT) -> Iterator[Path]:
+    """The folders of the sweeps of that space, the latest first."""
+    for folder in sorted((path.parent for path in root.glob(f"*/*/{SWEEP}")), reverse=True):
+        if _space(folder) == list(space):
+            yield folder
 
 
 def _space(folder: Path) -> list[str] | None:
     try:
-        return list(read_sweep(folder)["space"])
+        about = read_sweep(folder)
+        return list(about["space"]) if about["id"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -104,8 +106,9 @@ class Sweep:
         Raises ShardlabError if it holds another sweep or can't be made, SweepRunsError if another command holds it.
         """
         where = f"hydra.sweep.dir={self.folder}"
-        if (self.folder / SWEEP).exists() and _space(self.folder) != self._about["space"]:
-            raise ShardlabError(f"{where} already holds another sweep; give another folder, or none for a new one")
+        if (self.folder / SWEEP).exists() and (space := _space(self.folder)) != self._about["space"]:
+            holds = "already holds another sweep" if space is not None else f"holds a {SWEEP} that can't be read"
+            raise ShardlabError(f"{where} {holds}; give another folder, or none for a new one")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -163,13 +166,13 @@ class Sweep:
                 ) from error
             self.begun = True
 
-    def finish(self, *, interrupted: bool = False, give_up: Callable[[], bool] = lambda: False) -> str:
+    def finish(self, rows: list[Row], *, interrupted: bool = False, give_up: Callable[[], bool] = lambda: False) -> str:
         """Write down how it ended, and have MLflow show it. Returns the status: FINISHED if no job failed, else FAILED;
         KILLED if interrupted.
 
-        A server that can't be written costs one warning line; give_up: asked whether to wait for a slow one no more.
+        rows: of the jobs that the command has; give_up: asked whether to wait for a slow server no more
+        A server that can't be written costs one warning line.
         """
-        rows = self.rows.read()
         failed = sum(row.status in ("failed", "killed") for row in rows)
         status = "KILLED" if interrupted else "FAILED" if failed else "FINISHED"
         metrics = {

@@ -251,16 +251,21 @@ class SweepJobs(Jobs):
         remove_empty([each for each in (folder, *folder.parents) if self.plan.folder in each.parents])
 
     def _keep(self, row: Row) -> None:
-        self.sweep.begin()
-        self.sweep.rows.write(row)
+        try:
+            self.sweep.begin()
+            self.sweep.rows.write(row)
+        except (OSError, ShardlabError) as error:  # a full disk, or the folder has gone
+            tell(f"job {row.number} {row.status}, and its row can't be written: {error}", sys.stderr)
+            self.stop.pull(f"{self.sweep.folder} can't be written")
         self.live.ended(row)
         if row.status == "failed" and self.plan.fail_fast:
             self.stop.pull(f"job {row.number} failed, and sweep.fail_fast=true")
 
     @property
     def rows(self) -> list[Row]:
-        """The jobs of this sweep that have a row, as it is now."""
-        return self.sweep.rows.read()
+        """The jobs that have a row, as it is now; of a grid those that the command still has."""
+        total = self.plan.total
+        return [row for row in self.sweep.rows.read() if total is None or row.number < total]
 
     def status(self) -> int:
         """0 if all jobs finished, 2 if all were refused, else 1. ShardlabError if there was none.

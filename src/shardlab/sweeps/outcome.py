@@ -19,7 +19,7 @@ def of_record(row: Row, record: RunRecord, objectives: Sequence[str]) -> Row:
         return replace(row, status=status, reason=record.reason or "")
     values = {name: record.value(name) for name in objectives}
     known = [value for value in values.values() if value is not None]
-    odd = [name for name, value in values.items() if value is None or math.isnan(value)]
+    odd = [name for name, value in values.items() if value is None or not math.isfinite(value)]
     if odd:
         said = [f"{name} is {'missing' if values[name] is None else values[name]}" for name in odd]
         return replace(row, status="failed", reason=", ".join(said))

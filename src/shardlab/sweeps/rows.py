@@ -4,6 +4,7 @@ A line is written when a job begins and when it has ended, so whatever ends the 
 jobs are done and which were cut off. The last line of a job holds.
 """
 
+import contextlib
 import csv
 import fcntl
 import io
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.config.objectives import goes_up
-from shardlab.tracking.record import Tail
 
 JOBS = "jobs.jsonl"
 CSV = "sweep.csv"
@@ -73,9 +73,22 @@ class Rows:
         return {row.hash: row for row in self._all() if row.status == "finished"}
 
     def _all(self) -> Iterator[Row]:
-        names = {each.name for each in fields(Row)}
-        for event in Tail(self.path).events():
-            yield Row(**{name: value for name, value in event.items() if name in names})
+        """Every whole row. A line that is damaged is left out: its job is run again."""
+        with contextlib.suppress(FileNotFoundError):
+            for line in self.path.read_bytes().splitlines():
+                with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                    yield _row(json.loads(line))
+
+
+def _row(values: dict[str, Any]) -> Row:
+    """Raises one of several errors where it isn't one."""
+    row = Row(**{each.name: values[each.name] for each in fields(Row)})
+    numbers = [row.number, row.seconds, row.time, *row.objective]
+    if not all(isinstance(number, (int, float)) for number in numbers) or not isinstance(row.number, int):
+        raise ValueError(row)
+    if not all(isinstance(text, str) for text in (row.what, row.hash, row.status, row.reason, row.folder)):
+        raise ValueError(row)
+    return row
 
 
 def best_rows(rows: list[Row], objectives: list[str]) -> list[Row]:

@@ -29,6 +29,8 @@ DATABASE_SECONDS = 300.0
 """How long for a database in a file: where others write too it is slow, but it does not go away."""
 
 LONGEST_PAUSE = 60.0
+RETRY_SECONDS = 1.0
+"""Between two tries of the end of a run in a database that somebody else had locked."""
 
 
 def patience(store: Store) -> float:
@@ -44,6 +46,7 @@ class Sink:
         self._shipper = Shipper(folder, store)
         self._problem: str | None = None
         self._run_is_over = threading.Event()
+        self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._work, name="mlflow sink", daemon=True)
         self._started = False
 
@@ -73,6 +76,7 @@ class Sink:
         deadline = time.monotonic() + patience(self._shipper.store)
         while self._thread.is_alive() and time.monotonic() < deadline and not give_up():
             self._thread.join(0.1)
+        self._given_up.set()
         if self._shipper.done and self._shipper.not_stored is None:
             return None
         why = self._problem or self._shipper.not_stored or f"MLflow at {self._shipper.store.shown} has not answered yet"
@@ -90,9 +94,12 @@ class Sink:
             except Exception as error:
                 self._problem = problem(self._shipper.store, error)
                 pause = min(2 * pause, LONGEST_PAUSE)
-            if last or self._shipper.done:
+            if self._shipper.done:
                 return
-            self._run_is_over.wait(pause)
+            if not last:
+                self._run_is_over.wait(pause)
+            elif self._shipper.store.database is None or self._given_up.wait(RETRY_SECONDS):
+                return
 
 
 def is_shipped(folder: Path) -> bool:
@@ -110,6 +117,7 @@ class Backlog:
         self._left = list(folders)
         self._problem: str | None = None
         self._store: Store | None = None
+        self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._work, name="mlflow backlog", daemon=True)
         self._thread.start()
 
@@ -123,6 +131,7 @@ class Backlog:
         deadline = time.monotonic() + (SINK_SECONDS if self._store is None else patience(self._store))
         while self._thread.is_alive() and time.monotonic() < deadline and not give_up():
             self._thread.join(0.1)
+        self._given_up.set()
         if self.is_done:
             return None
         why = self._problem or "MLflow has not answered yet"
@@ -130,18 +139,26 @@ class Backlog:
 
     def _work(self) -> None:
         for folder in list(self._left):
-            try:
-                shipper = Shipper(folder)
-                self._store = shipper.store
-                shipper.ship()
-                with contextlib.suppress(Exception):
-                    settle_once(shipper.store)
-            except (ShardlabError, OSError, ValueError):  # it was cut off as it was being made
-                pass
-            except Exception as error:
-                self._problem = problem(self._store, error) if self._store is not None else str(error)
-                return
+            while not self._ship(folder):
+                # A database will be free again; a server that is away would take its time with every run.
+                if self._store is None or self._store.database is None or self._given_up.wait(RETRY_SECONDS):
+                    return
             self._left.remove(folder)
+
+    def _ship(self, folder: Path) -> bool:
+        """Whether nothing more can be done for a run."""
+        try:
+            shipper = Shipper(folder)
+            self._store = shipper.store
+            shipper.ship()
+            with contextlib.suppress(Exception):
+                settle_once(shipper.store)
+        except (ShardlabError, OSError, ValueError):  # it was cut off as it was being made
+            pass
+        except Exception as error:
+            self._problem = problem(self._store, error) if self._store is not None else str(error)
+            return False
+        return True
 
 
 def sync(folder: Path) -> int:

@@ -15,7 +15,16 @@ from omegaconf import OmegaConf
 from shardlab.config.schema import TrackingConfig
 from shardlab.tracking.points import Point, launcher_tags, params, points, tags_of
 from shardlab.tracking.record import EVENTS, LINK, PROVENANCE, Event, Tail, read_link
-from shardlab.tracking.store import Store, find_or_create_run, open_store, problem, quiet, store_of, with_credentials
+from shardlab.tracking.store import (
+    Store,
+    alone,
+    find_or_create_run,
+    open_store,
+    problem,
+    quiet,
+    store_of,
+    with_credentials,
+)
 from shardlab.tracking.sweep_parent import ship_sweep
 
 if TYPE_CHECKING:
@@ -100,8 +109,9 @@ class Shipper:
             self._tags["shardlab.params_only_in_config_yaml"] = " ".join(long)[:5000]
         if data := about.get("data"):
             dataset = Dataset(data["name"], data["fingerprint"][:36], "local", json.dumps(data))
-            for run in [self._run, *([parent] if parent else [])]:
-                client.log_inputs(run, datasets=[DatasetInput(dataset, [InputTag("mlflow.data.context", "train")])])
+            with alone(self.store):  # MLflow itself lets two runs with one dataset collide
+                for run in [self._run, *([parent] if parent else [])]:
+                    client.log_inputs(run, datasets=[DatasetInput(dataset, [InputTag("mlflow.data.context", "train")])])
         self._store_files(client, [self.folder / "config.yaml", self.folder / PROVENANCE])
         self._link = {
             "uri": self.store.shown,

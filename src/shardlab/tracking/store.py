@@ -131,7 +131,7 @@ def open_store(store: Store) -> "tuple[MlflowClient, str]":
     Four processes with three threads each that open, make runs and log at once were seen to lose nothing, and no call
     to take more than 4 s: MLflow has sqlite wait for 20 s before a database counts as locked.
     """
-    with quiet(), _alone(store):
+    with quiet(), alone(store):
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -162,7 +162,7 @@ def find_or_create_run(client: "MlflowClient", experiment: str, about: dict[str,
     return str(client.create_run(experiment, run_name=about["name"], start_time=started, tags=tags).info.run_id)
 
 
-def _alone(store: Store) -> contextlib.AbstractContextManager[object]:
+def alone(store: Store) -> contextlib.AbstractContextManager[object]:
     """A lock against other processes that open the same database file."""
     if store.database is None:
         return contextlib.nullcontext()
