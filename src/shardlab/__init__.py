@@ -39,8 +39,13 @@ def train(overrides: Iterable[str]) -> "RunRecord":
             "start `shardlab train ...` there, or call it in one process"
         )
     words = list(overrides)
+    sweep = "shardlab.train() runs one config; for several call it for each, or use the command: shardlab train -m ..."
+    if any(word == "-m" or word.upper() == "HYDRA.MODE=MULTIRUN" for word in words if isinstance(word, str)):
+        raise ShardlabError(sweep)
     check_overrides(words)
     with composing(words) as cfg:
+        if cfg.hydra.mode is not None and cfg.hydra.mode.name == "MULTIRUN":
+            raise ShardlabError(f"experiment={cfg.hydra.runtime.choices.experiment} is a sweep; {sweep}")
         composed, notes = settle(composed_from(cfg, cfg.hydra))
     for note in notes:
         print(note, file=sys.stderr)

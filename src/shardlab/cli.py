@@ -20,7 +20,7 @@ shardlab: one config, one training run, any partitioning.
   shardlab train [key=value ...]   train; -m runs each combination of comma-separated values
   shardlab data NAME [--check]     fetch and prepare a dataset ahead of time, or say where it is looked for
   shardlab compare RUN...          a table of runs: loss, speed, memory, largest difference
-  shardlab sync RUN                ship a run's record to MLflow again
+  shardlab sync RUN                ship the record of a run, or of a sweep's runs, to MLflow again
 
 A RUN is a run folder, an id or the beginning of one, a run's name, or `last`.
 `shardlab train --help` lists every choice and key; `shardlab COMMAND --help` explains the others.
@@ -157,15 +157,15 @@ def _sync(words: list[str]) -> int:
     parser = _Parser(
         prog="shardlab sync", description="Ship a run's record to MLflow from its beginning; harmless twice."
     )
-    parser.add_argument("run", metavar="RUN", help="run folder, id, prefix of an id, name, or last")
+    parser.add_argument("run", metavar="RUN", help="run folder, sweep folder, id, prefix of an id, name, or last")
     arguments = parser.parse_args(words)
 
     from shardlab.tracking.mlflow_sink import sync
-    from shardlab.tracking.record import find_run
     from shardlab.tracking.store import set_environment
 
     set_environment()
-    sync(find_run(arguments.run))
+    for folder in _runs(arguments.run, alone=True):
+        sync(folder)
     return 0
 
 

@@ -214,3 +214,16 @@ def test_train_from_a_script_without_a_main_guard():
         "REFUSED unknown key 'trainer.stepz'; did you mean 'trainer.steps'?",
         "FAILED RunFailed True",
     ]
+
+
+SWEEPS = [["-m", "seed=1,2"], ["hydra.mode=MULTIRUN", "seed=1"]]
+
+
+@pytest.mark.parametrize("overrides", SWEEPS)
+def test_train_from_python_says_that_it_runs_one_config(overrides):
+    """Once the advice was to add -m, and hydra.mode was taken in silence."""
+    import shardlab
+
+    with pytest.raises(ShardlabError, match="runs one config; for several call it for each"):
+        shardlab.train([*QUIET, *overrides])
+    assert list(Path().iterdir()) == []

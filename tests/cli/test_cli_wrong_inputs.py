@@ -131,10 +131,14 @@ WRONG = [
         "trainer.global_batch=20 leaves no two tokens a row in the 9 train tokens",
     ),
     ("train run_dir=theirs", "run_dir=theirs holds config.yaml, which a run would overwrite"),
-    (
-        "train -m seed=1,2 hydra.sweep.dir=swept",
-        "hydra.sweep.dir=swept holds another program's sweep",
-    ),
+    ("train -m optimizer.lr=interval(0.1,1)", "only a search can choose: hydra/sweeper=shardlab_optuna would"),
+    ("train -m seed=1,2 sweep.parallel=1,2", "sweep.parallel is one for the whole sweep; give it one value"),
+    ("train -m seed=1,2 sweep.objective=train/loss,val/loss", "several objectives are a list: 'sweep.objective=[val"),
+    ("train -m seed=1,2 sweep.parallel=0", "sweep.parallel=0: it must be at least 1"),
+    ("train -m seed=1,2 sweep.parallel=999", "sweep.parallel=999: each job needs a core of its own"),
+    ("train -m seed=1,2 sweep.objective=val/los", "unknown sweep.objective=val/los; did you mean 'val/loss'?"),
+    ("train -m seed=1,2 hydra.sweep.dir=torn", "hydra.sweep.dir=torn holds a run; give another folder"),
+    ("train -m seed=1,2 hydra.sweep.dir=swept", "hydra.sweep.dir=swept holds another program's sweep"),
     ("train -m seed=1,2 hydra.sweep.dir=swept_too", "swept_too already holds another sweep; give another folder"),
 ]
 
@@ -159,7 +163,7 @@ def _user_folders(tmp_path: Path) -> None:
         "not_ours/config.yaml": "seed: 1",
         "theirs/config.yaml": "mine: true",
         "swept/multirun.yaml": "hydra: {}",
-        "swept_too/sweep.json": "{}",
+        "swept_too/sweep.json": '{"id": "x", "space": ["seed=7,8"]}',
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -130,7 +130,7 @@ def test_a_sweep_is_a_parent_over_its_jobs_with_their_summary(store: str) -> Non
     ended(sweep, 0, "finished", 0.3)
     ended(sweep, 1, "failed")
     ended(sweep, 2, "refused")
-    assert sweep.finish(sweep.rows.read()) == "FAILED"
+    assert sweep.finish(sweep.rows.read(), failed=True) == "FAILED"
     runs = shown(store)
     parent = runs["sweep a"]
     assert parent.info.status == "FAILED"
@@ -140,7 +140,7 @@ def test_a_sweep_is_a_parent_over_its_jobs_with_their_summary(store: str) -> Non
         assert (tags["shardlab.job"], tags["shardlab.overrides"]) == (str(number), own)
     tags = parent.data.tags
     assert (tags["shardlab.command"], tags["shardlab.space"]) == ("shardlab train -m seed=1,2", "seed=1,2")
-    assert (tags["mlflow.source.name"], tags["mlflow.source.type"]) == ("shardlab train -m seed=1,2", "LOCAL")
+    assert (tags["mlflow.source.name"], tags["mlflow.source.type"]) == ("shardlab train -m", "LOCAL")
     assert tags["mlflow.user"]
     assert tags["shardlab.folder"] == str(Path("sweeps/a").absolute())
     assert launcher_of(tags) == {key: str(value) for key, value in launcher().items()}

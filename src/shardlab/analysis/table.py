@@ -67,7 +67,8 @@ def training_of(record: RunRecord) -> str:
 
 def row(record: RunRecord, reference: RunRecord) -> dict[str, str]:
     """What one run shows. reference: the run that it is held against."""
-    shown = {"run": record.name, "status": record.status}
+    status = record.status if record.pruned is None else f"pruned at {record.pruned}"
+    shown = {"run": record.name, "status": status}
     shown["steps"] = str(len(record.losses))
     shown["last loss"] = f"{record.losses[-1]:.4f}" if record.losses else "-"
     for split in ("val", "test"):
@@ -75,7 +76,13 @@ def row(record: RunRecord, reference: RunRecord) -> dict[str, str]:
             values = [event[metric] for event in record.evals(split) if metric in event]
             if values:
                 best = values[-1] if split == "test" else (min if metric == "perplexity" else max)(values)
-                shown[f"{split} {metric}"] = f"{best:.2f}" if metric == "perplexity" else f"{best:.4f}"
+                shown[f"{split} {metric}"] = (
+                    f"{best:.2f}"
+                    if metric == "perplexity" and best < 1e6
+                    else f"{best:.3g}"
+                    if metric == "perplexity"
+                    else f"{best:.4f}"
+                )
     speed = record.tokens_per_s
     shown["tokens/s"] = f"{speed:,.0f}" if speed else "-"
     peaks = record.peak_memory

@@ -21,6 +21,7 @@ from shardlab.sweeps.jobs import SweepJobs
 from shardlab.sweeps.plan import Plan, plan_of
 from shardlab.sweeps.rows import DONE, counts
 from shardlab.tracking.provenance import redact_file
+from shardlab.tracking.record import PROVENANCE
 from shardlab.tracking.sweep_parent import SWEEP
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def sweep(
                     interrupted = False
             except Stopped as stopped:
                 interrupted = False
-                tell(f"the sweep ends: {stopped.reason}", sys.stderr)
+                tell(f"the sweep ends: {stopped.reason}; the same command would go on", sys.stderr)
             except Exception:
                 interrupted = False
                 raise
@@ -79,7 +80,9 @@ def sweep(
             with contextlib.suppress(OSError):
                 redact_file(plan.folder / MULTIRUN)
             if books.begun:
-                books.finish(jobs.rows, interrupted=interrupted, give_up=lambda: signals.count > seen)
+                books.finish(
+                    jobs.rows, failed=jobs.failed, interrupted=interrupted, give_up=lambda: signals.count > seen
+                )
             books.release()
             if not (plan.folder / SWEEP).exists():
                 (plan.folder / MULTIRUN).unlink(missing_ok=True)
@@ -89,7 +92,10 @@ def sweep(
 
 
 def _refuse_others(folder: Path) -> None:
-    """Raise ShardlabError if the folder holds a sweep of another application of Hydra's: its notes would be lost."""
+    """Raise ShardlabError if the folder holds a run, or a sweep of another application of Hydra's, whose notes would be
+    lost."""
+    if (folder / PROVENANCE).exists():
+        raise ShardlabError(f"hydra.sweep.dir={folder} holds a run; give another folder")
     if (folder / MULTIRUN).exists() and not any((folder / name).exists() for name in (SWEEP, LOCK)):
         raise ShardlabError(f"hydra.sweep.dir={folder} holds another program's sweep; give another folder")
 

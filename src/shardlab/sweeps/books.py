@@ -21,7 +21,7 @@ from typing import Any
 from shardlab.errors import ShardlabError
 from shardlab.launch.streams import tell
 from shardlab.sweeps.outcome import of_record
-from shardlab.sweeps.rows import DONE, Row, Rows, best_rows, write_csv
+from shardlab.sweeps.rows import DONE, STATUSES, Row, Rows, best_rows, write_csv
 from shardlab.tracking.mlflow_sink import is_shipped, patience
 from shardlab.tracking.provenance import without_credentials
 from shardlab.tracking.record import PROVENANCE, RunRecord
@@ -73,11 +73,14 @@ def _space(folder: Path) -> list[str] | None:
         return None
 
 
-def about_sweep(command: Sequence[str], space: Sequence[str]) -> dict[str, Any]:
-    """What is known of a sweep before it begins, as plain values: see tracking/sweep_parent.py."""
+def about_sweep(command: Sequence[str], space: Sequence[str], varied: Sequence[str] = ()) -> dict[str, Any]:
+    """What is known of a sweep before it begins, as plain values: see tracking/sweep_parent.py.
+
+    varied: the words of the space that take several values; they are its name
+    """
     return {
         "id": uuid.uuid4().hex,
-        "name": f"sweep {' '.join(space)}"[:200],
+        "name": without_credentials(f"sweep {' '.join(varied or space)}")[:200],
         "command": [without_credentials(word) for word in command],
         "space": list(space),
     }
@@ -166,19 +169,28 @@ class Sweep:
                 ) from error
             self.begun = True
 
-    def finish(self, rows: list[Row], *, interrupted: bool = False, give_up: Callable[[], bool] = lambda: False) -> str:
-        """Write down how it ended, and have MLflow show it. Returns the status: FINISHED if no job failed, else FAILED;
-        KILLED if interrupted.
+    def finish(
+        self,
+        rows: list[Row],
+        *,
+        failed: bool = False,
+        interrupted: bool = False,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> str:
+        """Write down how it ended, and have MLflow show it.
+
+        Returns the status: KILLED if interrupted, else FAILED if failed, else FINISHED.
 
         rows: of the jobs that the command has; give_up: asked whether to wait for a slow server no more
         A server that can't be written costs one warning line.
         """
-        failed = sum(row.status in ("failed", "killed") for row in rows)
+        counted = {status: sum(row.status == status for row in rows) for status in STATUSES}
         status = "KILLED" if interrupted else "FAILED" if failed else "FINISHED"
         metrics = {
-            "sweep/jobs_finished": float(sum(row.status in DONE for row in rows)),
-            "sweep/jobs_failed": float(failed),
-            "sweep/jobs_refused": float(sum(row.status == "refused" for row in rows)),
+            "sweep/jobs_finished": float(sum(counted[status] for status in DONE)),
+            "sweep/jobs_failed": float(counted["failed"]),
+            "sweep/jobs_killed": float(counted["killed"]),
+            "sweep/jobs_refused": float(counted["refused"]),
         }
         tags = {}
         best = best_rows(rows, self._objectives)

@@ -195,7 +195,7 @@ class SweepJobs(Jobs):
         folder = Path(settled.config.run_dir)
         job = Job(
             number=row.number,
-            what=row.what,
+            what=row.what if self.plan.varied else "",  # else they are every job's, and no part of a name
             sweep=self.sweep.folder,
             begin=self.sweep.begin,
             cores=slot.cores or None,
@@ -267,22 +267,29 @@ class SweepJobs(Jobs):
         total = self.plan.total
         return [row for row in self.sweep.rows.read() if total is None or row.number < total]
 
-    def status(self) -> int:
-        """0 if all jobs finished, 2 if all were refused, else 1. ShardlabError if there was none.
+    @property
+    def statuses(self) -> set[str]:
+        """Of the jobs that count. A search does not try again what failed in an earlier call, so there only those of
+        this call do."""
+        return {row.status for row in self.rows if self.plan.total is not None or row.time >= self._since}
 
-        A search does not try again what failed in an earlier call, so there only the jobs of this call count.
-        """
-        rows = [row for row in self.rows if self.plan.total is not None or row.time >= self._since]
-        if not rows and not self.rows:
+    @property
+    def failed(self) -> bool:
+        """Whether a job failed or was killed."""
+        return bool(self.statuses & {"failed", "killed"})
+
+    def status(self) -> int:
+        """0 if all jobs finished, 2 if all were refused, else 1. ShardlabError if there was none."""
+        rows = self.rows
+        if not rows:
             raise ShardlabError("the sweep holds no combination; give each key at least one value")
-        tell(table(self.rows, self.plan.folder, list(self.plan.objectives)), sys.stdout)
-        look = [where_to_look(self.sweep.folder / row.folder) for row in self.rows if row.folder]
-        if any(look):
-            tell(f"MLflow: {next(filter(None, look))}", sys.stdout)
-        statuses = {row.status for row in rows}
-        if statuses <= set(DONE):
+        tell(table(rows, self.plan.folder, list(self.plan.objectives)), sys.stdout)
+        looks = (where_to_look(self.sweep.folder / row.folder) for row in rows if row.folder)
+        if look := next(filter(None, looks), None):
+            tell(f"MLflow: {look}", sys.stdout)
+        if self.statuses <= set(DONE):
             return 0
-        return 2 if statuses == {"refused"} else 1
+        return 2 if self.statuses == {"refused"} else 1
 
 
 def _elsewhere(plan: Plan) -> SweepJobs:

@@ -58,7 +58,8 @@ def plan_of(words: list[str], overrides: list[str], compose: dict[str, Any]) -> 
         folder = Path(cfg.hydra.sweep.dir)
         parsed = _parsed(cfg, overrides)
         jobs = BasicSweeper.split_arguments(parsed, None)[0] if _is_grid(cfg, parsed) else None
-    varied = tuple(override.key_or_group for override in parsed if override.is_sweep_override())
+    sweeping = [override for override in parsed if override.is_sweep_override()]
+    varied, several = tuple(each.key_or_group for each in sweeping), [str(each.input_line) for each in sweeping]
     settings = config.sweep
     at_least("sweep.parallel", settings.parallel, 1)
     slots(settings.parallel)
@@ -68,7 +69,7 @@ def plan_of(words: list[str], overrides: list[str], compose: dict[str, Any]) -> 
     space = space_of(overrides, None if name == "config" else name, compose["config_dir"])
     return Plan(
         folder=folder,
-        about=about_sweep(["shardlab", "train", *words], space),
+        about=about_sweep(["shardlab", "train", *words], space, several),
         varied=varied,
         total=None if jobs is None else len(jobs),
         parallel=settings.parallel,
@@ -87,14 +88,25 @@ def _parsed(cfg: DictConfig, overrides: list[str]) -> list[Override]:
     parsed = OverridesParser.create(loader).parse_overrides(words)
     for override in parsed:
         if override.is_sweep_override() and override.key_or_group.startswith(("sweep.", "tracking.", "tracking")):
-            raise ShardlabError(f"{override.key_or_group} is one for the whole sweep; give it one value")
+            key = override.key_or_group
+            example = "; several objectives are a list: 'sweep.objective=[val/loss,perf/tokens_per_s]'"
+            raise ShardlabError(
+                f"{key} is one for the whole sweep; give it one value{example if key == 'sweep.objective' else ''}"
+            )
     return parsed
 
 
 def _is_grid(cfg: DictConfig, parsed: list[Override]) -> bool:
-    """Whether Hydra's own sweeper runs, over values that can be listed."""
-    basic = str(cfg.hydra.sweeper._target_).endswith(".BasicSweeper")
-    return basic and all(not each.is_sweep_override() or each.is_discrete_sweep() for each in parsed)
+    """Whether Hydra's own sweeper runs, over values that can be listed. ShardlabError if it can't list them."""
+    if not str(cfg.hydra.sweeper._target_).endswith(".BasicSweeper"):
+        return False
+    for each in parsed:
+        if each.is_sweep_override() and not each.is_discrete_sweep():
+            raise ShardlabError(
+                f"'{each.input_line}' is an interval, from which only a search can choose: "
+                "hydra/sweeper=shardlab_optuna would; without one give a list or a range()"
+            )
+    return True
 
 
 def _most_ranks(jobs: list[list[str]], compose: dict[str, Any]) -> int:

@@ -21,6 +21,8 @@ from shardlab.config.objectives import goes_up
 JOBS = "jobs.jsonl"
 CSV = "sweep.csv"
 
+STATUSES = ("running", "finished", "pruned", "failed", "refused", "killed")
+
 DONE = ("finished", "pruned")
 """The statuses of a job that need not be run again."""
 

@@ -6,7 +6,7 @@ keeps once.
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardlab.tracking.record import Event
@@ -95,6 +95,12 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(inner, f"{name}.{key}" if name else str(key))
     if not found:
         yield name, value
+
+
+def source_name(command: Sequence[str]) -> str:
+    """What MLflow's page shows as a run's source: of a longer text it shows what comes after the last slash."""
+    words = [word for word in command[:3] if "=" not in word]
+    return " ".join(word.rpartition("/")[2] for word in words) or "shardlab"
 
 
 def word(value: Any) -> str:

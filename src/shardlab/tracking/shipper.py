@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from shardlab.config.schema import TrackingConfig
-from shardlab.tracking.points import Point, launcher_tags, params, points, tags_of
+from shardlab.tracking.points import Point, launcher_tags, params, points, source_name, tags_of
 from shardlab.tracking.record import EVENTS, LINK, PROVENANCE, Event, Tail, read_link
 from shardlab.tracking.store import (
     Store,
@@ -151,7 +151,8 @@ def run_tags(about: dict[str, Any], folder: Path, parent: str | None) -> dict[st
         **launcher_tags(about),
         "shardlab.folder": str(folder.absolute()),
         "mlflow.user": about["user"],
-        "mlflow.source.name": " ".join(about["command"])[:1000] or "shardlab",
+        "mlflow.source.name": source_name(about["command"]),
+        "shardlab.command": " ".join(about["command"])[:5000],
         "mlflow.source.type": "LOCAL",
     }
     if about.get("config_hash"):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import ShardlabError
-from shardlab.tracking.points import finite, launcher_tags
+from shardlab.tracking.points import finite, launcher_tags, source_name
 from shardlab.tracking.provenance import launcher, lives, user
 from shardlab.tracking.store import Store, find_or_create_run, open_store, quiet, with_credentials
 
@@ -136,7 +136,7 @@ def _ship(client: "MlflowClient", experiment: str, folder: Path, store: Store) -
         "shardlab.command": " ".join(about["command"])[:5000],
         "shardlab.space": " ".join(about.get("space", []))[:5000],
         "mlflow.user": about["user"],
-        "mlflow.source.name": " ".join(about["command"])[:1000],
+        "mlflow.source.name": source_name(about["command"]),
         "mlflow.source.type": "LOCAL",
     }
     parent = link["run_id"] if link else find_or_create_run(client, experiment, about, tags)
