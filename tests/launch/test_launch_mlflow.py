@@ -149,6 +149,7 @@ def test_a_sweep_is_a_parent_over_its_jobs_with_their_summary(store: str) -> Non
     assert parent.data.metrics == {
         "sweep/jobs_finished": 1,
         "sweep/jobs_failed": 1,
+        "sweep/jobs_killed": 0,
         "sweep/jobs_refused": 1,
         "sweep/best_val_loss": 0.3,
     }
