@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-TRIALS, STEPS = 24, 60
+TRIALS, STEPS = 24, 40
 SPACE = (
     "optimizer.lr=tag(log,interval(1e-5,1))",
     "model.dropout=interval(0,0.6)",
@@ -23,7 +23,7 @@ SPACE = (
 )
 FIXED = (
     *("dataset=synthetic", "dataset.train_tokens=200000", "runtime.device=cpu", "tracking=none", "trainer.test=false"),
-    *(f"trainer.steps={STEPS}", "trainer.eval_every=6", "trainer.eval_batches=4", "sweep.parallel=2"),
+    *(f"trainer.steps={STEPS}", "trainer.eval_every=4", "trainer.eval_batches=4", "sweep.parallel=2"),
 )
 KINDS = {
     "random": ("hydra.sweeper.sampler=random",),

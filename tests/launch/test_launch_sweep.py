@@ -29,7 +29,7 @@ def struck(function):
 
 moment, fault = sys.argv[1:]
 if moment == "between jobs":
-    jobs.SweepJobs._finished = struck(jobs.SweepJobs._finished)
+    jobs.of_record = struck(jobs.of_record)
 elif moment == "at the end":
     books.end_sweep = struck(books.end_sweep)
 words = ["strategy=ddp", "tracking=none", "hydra.sweep.dir=all", f"model.name={fault}", "seed=1,2"]

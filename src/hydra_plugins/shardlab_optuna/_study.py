@@ -28,6 +28,8 @@ from shardlab.tracking.provenance import without_credentials
 SAMPLERS = ("tpe", "random", "gp", "cmaes")
 PRUNERS = ("none", "median", "halving")
 FILE, ABOUT = "study.db", "shardlab"
+FIRST_RANDOM = 6
+"""Trials that TPE draws at random before it begins to model."""
 WAIT = 60.0
 """Seconds that a job's thread waits for another's to be done with the study's file."""
 
@@ -128,8 +130,10 @@ def sampler_of(name: str, seed: int, number: int) -> BaseSampler:
     unbroken one does, and a continued random search doesn't propose its first values again.
     """
     drawn = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-    if name == "tpe":  # constant_liar: proposals beside running trials keep their distance from them
-        return TPESampler(seed=drawn, constant_liar=True)
+    if name == "tpe":
+        # constant_liar: proposals beside running trials keep their distance from them. multivariate: the best learning
+        # rate hangs on the optimizer. Optuna's 10 random trials to begin with would be half of a usual search.
+        return TPESampler(seed=drawn, constant_liar=True, multivariate=True, n_startup_trials=FIRST_RANDOM)
     if name == "gp":
         return GPSampler(seed=drawn)
     if name == "cmaes":
