@@ -4,16 +4,14 @@ import sqlite3
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optuna
-from optuna.distributions import CategoricalDistribution
 from optuna.exceptions import ExperimentalWarning, OptunaError
 from optuna.pruners import BasePruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
-from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, RandomSampler, TPESampler
+from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.storages import RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
@@ -25,7 +23,8 @@ from shardlab.config.complaint import nearest
 from shardlab.errors import ShardlabError
 from shardlab.tracking.provenance import without_credentials
 
-SAMPLERS = ("tpe", "random", "gp", "cmaes")
+SAMPLERS = ("tpe", "random", "gp")
+"""Not Optuna's CMA-ES: it keeps a pickle in the study and loads it, so somebody else's study could run code."""
 PRUNERS = ("none", "median", "halving")
 FILE, ABOUT = "study.db", "shardlab"
 FIRST_RANDOM = 6
@@ -51,8 +50,6 @@ def check_keys(keys: OptunaConf, space: Space, objectives: Sequence[str], *, can
     for key, text in (("storage", keys.storage), ("study", keys.study)):
         if text is not None and not text.strip():
             raise ShardlabError(f"hydra.sweeper.{key} is empty; null takes the default")
-    if keys.sampler == "cmaes":
-        _check_cmaes(space, objectives)
     if keys.pruner == "none":
         return
     given = f"hydra.sweeper.pruner={keys.pruner}"
@@ -64,17 +61,6 @@ def check_keys(keys: OptunaConf, space: Space, objectives: Sequence[str], *, can
         )
     if not can_stop:
         raise ShardlabError(f"{given} needs hydra/launcher=shardlab, for another can't end a job early")
-
-
-def _check_cmaes(space: Space, objectives: Sequence[str]) -> None:
-    given = "hydra.sweeper.sampler=cmaes"
-    if len(objectives) > 1:
-        raise ShardlabError(f"{given} takes one objective, not {len(objectives)}; tpe, gp or random would do")
-    numeric = [one for one in space.distributions.values() if not isinstance(one, CategoricalDistribution)]
-    if sum(not one.single() for one in numeric) < 2:
-        raise ShardlabError(f"{given} needs two numbers to search, of interval() or range(); tpe or gp would do")
-    if find_spec("cmaes") is None:
-        raise ShardlabError(f"{given} needs the package cmaes: pip install 'shardlab[optuna]'")
 
 
 def open_study(keys: OptunaConf, folder: Path, up: Sequence[bool], about: Mapping[str, Any]) -> optuna.Study:
@@ -136,8 +122,6 @@ def sampler_of(name: str, seed: int, number: int) -> BaseSampler:
         return TPESampler(seed=drawn, constant_liar=True, multivariate=True, n_startup_trials=FIRST_RANDOM)
     if name == "gp":
         return GPSampler(seed=drawn)
-    if name == "cmaes":
-        return CmaEsSampler(seed=drawn, warn_independent_sampling=False)
     return RandomSampler(seed=drawn)
 
 

@@ -18,7 +18,7 @@ class OptunaConf:
     """The keys under hydra.sweeper.
 
     n_trials: completed and pruned trials that the study is to have in the end, those of earlier commands included
-    sampler: who proposes the values: tpe, random, gp or cmaes; seed: of its proposals; null takes the config's own
+    sampler: who proposes the values: tpe, random or gp; seed: of its proposals; null takes the config's own
     pruner: whether hopeless trials are ended early: none, median or halving
     storage: the database, as SQLAlchemy writes it; null is study.db in the sweep's folder
     study: the study's name in there; null is derived from the folder's
