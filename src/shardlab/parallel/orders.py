@@ -76,8 +76,7 @@ def orders(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) 
     if (other := runnable(schedule, ranks, stages_per_rank, micro_batches)) != schedule:
         raise ValueError(f"{schedule} can't run with {micro_batches} micro-batches on {ranks} ranks; {other} can")
     return [
-        _numbered(_steps(schedule, rank, ranks, stages_per_rank, micro_batches), micro_batches)
-        for rank in range(ranks)
+        _numbered(_steps(schedule, rank, ranks, stages_per_rank, micro_batches), micro_batches) for rank in range(ranks)
     ]
 
 

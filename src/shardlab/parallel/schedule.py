@@ -46,7 +46,7 @@ Orders = list[list[Action]]
 Grid = list[list[Action | None]]
 """By rank, by turn: what it does in that turn; all ranks have the same number of turns."""
 
-ONE_TURN: Mapping[Kind, float] = {kind: 1 for kind in Kind}
+ONE_TURN: Mapping[Kind, float] = dict.fromkeys(Kind, 1)
 COSTS: Mapping[Kind, float] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 """Durations of a layer of matrix products: each of its three products takes as long as the others."""
 
