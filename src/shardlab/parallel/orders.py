@@ -13,7 +13,7 @@ order in which one process adds them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shardlab.parallel.schedule import Action, Kind, Orders
 
@@ -27,16 +27,11 @@ SCHEDULES = (
     "zbv",
     "dualpipev",
 )
-V_SHAPED = ("zbv", "dualpipev")
-ONE_STAGE = ("naive", "gpipe", "1f1b")
+STAGES_PER_RANK = {"naive": 1, "gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
+"""Where a schedule leaves no choice; the others take any number."""
 
 Step = tuple[Kind, int]
 """A kind and a stage; the micro-batch is the next one there."""
-
-
-def stages_per_rank(schedule: str, wanted: int = 2) -> int:
-    """How many stages a rank holds under a schedule. wanted: for those that leave a choice."""
-    return 1 if schedule in ONE_STAGE else 2 if schedule in V_SHAPED else wanted
 
 
 def placement(schedule: str, ranks: int, stages_per_rank: int) -> list[list[int]]:
@@ -46,7 +41,7 @@ def placement(schedule: str, ranks: int, stages_per_rank: int) -> list[list[int]
     so that the first rank also has the end of the pipeline.
     """
     _check(schedule, stages_per_rank)
-    if schedule in V_SHAPED:
+    if schedule in ("zbv", "dualpipev"):
         return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
     return [list(range(rank, ranks * stages_per_rank, ranks)) for rank in range(ranks)]
 
@@ -76,8 +71,7 @@ def orders(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) 
     if (other := runnable(schedule, ranks, stages_per_rank, micro_batches)) != schedule:
         raise ValueError(f"{schedule} can't run with {micro_batches} micro-batches on {ranks} ranks; {other} can")
     return [
-        _numbered(_steps(schedule, rank, ranks, stages_per_rank, micro_batches), micro_batches)
-        for rank in range(ranks)
+        _numbered(_steps(schedule, rank, ranks, stages_per_rank, micro_batches), micro_batches) for rank in range(ranks)
     ]
 
 
@@ -99,7 +93,7 @@ def forward_only(placement: list[list[int]], micro_batches: int) -> Orders:
 def _check(schedule: str, stages_per_rank: int) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(f"no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
-    fixed = 1 if schedule in ONE_STAGE else 2 if schedule in V_SHAPED else None
+    fixed = STAGES_PER_RANK.get(schedule)
     if stages_per_rank < 1 or fixed not in (None, stages_per_rank):
         raise ValueError(f"{schedule} takes {fixed or '1 or more'} stages per rank, not {stages_per_rank}")
 
@@ -109,7 +103,7 @@ def _rounds(ranks: int, micro_batches: int) -> int:
     return max(1, micro_batches // ranks)
 
 
-def _numbered(steps: Iterator[Step], micro_batches: int) -> list[Action]:
+def _numbered(steps: Iterable[Step], micro_batches: int) -> list[Action]:
     """Actions from steps: at each stage the micro-batches come in ascending order, in forwards and in backwards.
 
     Steps that are for micro-batches beyond the last are left out: a schedule that needs a certain number of them is
