@@ -84,7 +84,7 @@ def test_torch_has_the_same_orders_and_refuses_the_same_numbers(schedule: str) -
                 continue  # torch wants two or more there
             for micro_batches in range(1, 14):
                 if runnable(schedule, ranks, held, micro_batches) != schedule:
-                    with pytest.raises(ValueError, match="number of .*micro-?batches"):
+                    with pytest.raises(ValueError, match=r"microbatches|chunks"):
                         orders_of_torch(schedule, ranks, held, micro_batches)
                     continue
                 ours = as_torch_has_it(schedule, orders(schedule, ranks, held, micro_batches), micro_batches)

@@ -193,10 +193,11 @@ def _walk(
 
 
 def _zbv(rank: int, ranks: int, micro_batches: int) -> Iterator[Step]:
-    """ZB-V: two stages a rank on a V, the backward split, and no rank waits between its first and its last action.
+    """ZB-V: two stages a rank on a V, with the backward split.
 
-    Made for 2·ranks-1 micro-batches at least. Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory,
-    section 4.
+    Where kinds and stages take equally long, no rank waits between its first action and its last, and it keeps what
+    1f1b's first rank keeps. Made for 2·ranks-1 micro-batches at least. Source: Qi et al. 2024, Pipeline Parallelism
+    with Controllable Memory.
     """
     out, back = rank, 2 * ranks - 1 - rank
     count, behind = max(micro_batches, 2 * ranks - 1), ranks - 1 - rank
@@ -214,12 +215,12 @@ def _zbv(rank: int, ranks: int, micro_batches: int) -> Iterator[Step]:
 
 
 def _dualpipev(rank: int, ranks: int, micro_batches: int) -> Iterator[Step]:
-    """DualPipeV: on the same V, a forward at one of the rank's stages always beside a backward at the other.
+    """DualPipeV: on the same V, a forward at one of a rank's stages next to a backward at the other.
 
-    In the middle of a step a rank alternates between its stages, so that a forward and a backward of different
-    micro-batches follow each other and could be overlapped; backwards are split only where that fills a gap. Sources:
-    DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.2.1 (DualPipe); Qi et al. 2025 cut it in half, to one
-    copy of the parameters.
+    Such a pair is of two micro-batches, so it could be overlapped (here one follows the other). Backwards are whole in
+    the middle of a step, and split at its ends, where that fills a gap. Sources: DeepSeek-AI 2024, DeepSeek-V3
+    Technical Report (DualPipe, which keeps two copies of the parameters); Qi et al. 2025, DualPipe Could Be Better
+    Without the Dual (its half, with one).
     """
     out, back = rank, 2 * ranks - 1 - rank
     behind = ranks - 1 - rank
@@ -231,8 +232,8 @@ def _dualpipev(rank: int, ranks: int, micro_batches: int) -> Iterator[Step]:
     yield from [(Kind.B, back), (Kind.F, back), (Kind.B, out)] * behind
     last = [back, out] * (rank + 1)
     yield from [(Kind.B, stage) for stage in last[: rank + 1]]
-    split = last[rank + 1 :]
-    yield from [(Kind.I, stage) for stage in split]
-    for stage in (split + [out] * behind)[:behind]:
+    yield from [(Kind.I, stage) for stage in last[rank + 1 :]]
+    waiting = last[rank + 1 :] + [out] * behind  # for their weights' part, first in first out
+    for stage in waiting[:behind]:
         yield from [(Kind.W, stage), (Kind.I, out)]
-    yield from [(Kind.W, stage) for stage in (split + [out] * behind)[behind:]]
+    yield from [(Kind.W, stage) for stage in waiting[behind:]]

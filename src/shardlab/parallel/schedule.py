@@ -18,7 +18,7 @@ class Kind(Enum):
     """What is computed for a micro-batch at a stage.
 
     A backward is done whole, or in two parts that may lie apart: what the stage before waits for, and what nobody
-    waits for. Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2, where they are called B and W.
+    waits for. Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, where they are called B and W.
     """
 
     F = "forward"
