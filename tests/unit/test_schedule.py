@@ -135,6 +135,16 @@ def test_evaluation_is_a_pipeline_of_forwards_under_every_placement(schedule: st
             assert turns == micro_batches + ranks - 1
 
 
+def test_few_results_wait_in_an_evaluation_however_many_micro_batches_it_has() -> None:
+    """Stage after stage would take as many turns, and keep an output of every micro-batch."""
+    for schedule in ("looped_bfs", "zbv"):
+        stages = placement(schedule, 4, 2)
+        turns = grid(forward_only(stages, 32))
+        when = {action: turn for row in turns for turn, action in enumerate(row) if action}
+        used = [(turn, when.get(Action(F, a.stage + 1, a.micro_batch), turn)) for a, turn in when.items()]
+        assert max(sum(given < turn <= use for given, use in used) for turn in range(len(turns[0]))) <= 8
+
+
 def test_ranks_that_wait_for_each_other_are_named() -> None:
     order = [[Action(F, 0, 0), Action(B, 0, 0)], [Action(B, 1, 0), Action(F, 1, 0)]]
     with pytest.raises(ValueError, match="rank 0 before B0 at stage 0, rank 1 before B0 at stage 1"):

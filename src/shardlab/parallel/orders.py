@@ -79,7 +79,8 @@ def forward_only(placement: list[list[int]], micro_batches: int) -> Orders:
     """By rank: the forwards of an evaluation, pipelined under any placement.
 
     A forward has the number micro-batch + stage, that of what it waits for is one less, and every rank goes by that
-    number: nobody waits for something that a rank puts after what waits for it.
+    number: nobody waits for something that a rank puts after what waits for it. However many micro-batches there are,
+    only about one output for each stage waits for its use.
     """
     return [
         [
