@@ -13,7 +13,7 @@ order in which one process adds them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shardlab.parallel.schedule import Action, Kind, Orders
 
@@ -27,16 +27,11 @@ SCHEDULES = (
     "zbv",
     "dualpipev",
 )
-V_SHAPED = ("zbv", "dualpipev")
-ONE_STAGE = ("naive", "gpipe", "1f1b")
+STAGES_PER_RANK = {"naive": 1, "gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
+"""Where a schedule leaves no choice; the others take any number."""
 
 Step = tuple[Kind, int]
 """A kind and a stage; the micro-batch is the next one there."""
-
-
-def stages_per_rank(schedule: str, wanted: int = 2) -> int:
-    """How many stages a rank holds under a schedule. wanted: for those that leave a choice."""
-    return 1 if schedule in ONE_STAGE else 2 if schedule in V_SHAPED else wanted
 
 
 def placement(schedule: str, ranks: int, stages_per_rank: int) -> list[list[int]]:
@@ -46,7 +41,7 @@ def placement(schedule: str, ranks: int, stages_per_rank: int) -> list[list[int]
     so that the first rank also has the end of the pipeline.
     """
     _check(schedule, stages_per_rank)
-    if schedule in V_SHAPED:
+    if schedule in ("zbv", "dualpipev"):
         return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
     return [list(range(rank, ranks * stages_per_rank, ranks)) for rank in range(ranks)]
 
@@ -84,7 +79,8 @@ def forward_only(placement: list[list[int]], micro_batches: int) -> Orders:
     """By rank: the forwards of an evaluation, pipelined under any placement.
 
     A forward has the number micro-batch + stage, that of what it waits for is one less, and every rank goes by that
-    number: nobody waits for something that a rank puts after what waits for it.
+    number: nobody waits for something that a rank puts after what waits for it. However many micro-batches there are,
+    only about one output for each stage waits for its use.
     """
     return [
         [
@@ -98,7 +94,7 @@ def forward_only(placement: list[list[int]], micro_batches: int) -> Orders:
 def _check(schedule: str, stages_per_rank: int) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(f"no schedule {schedule!r}; there are {', '.join(SCHEDULES)}")
-    fixed = 1 if schedule in ONE_STAGE else 2 if schedule in V_SHAPED else None
+    fixed = STAGES_PER_RANK.get(schedule)
     if stages_per_rank < 1 or fixed not in (None, stages_per_rank):
         raise ValueError(f"{schedule} takes {fixed or '1 or more'} stages per rank, not {stages_per_rank}")
 
@@ -108,7 +104,7 @@ def _rounds(ranks: int, micro_batches: int) -> int:
     return max(1, micro_batches // ranks)
 
 
-def _numbered(steps: Iterator[Step], micro_batches: int) -> list[Action]:
+def _numbered(steps: Iterable[Step], micro_batches: int) -> list[Action]:
     """Actions from steps: at each stage the micro-batches come in ascending order, in forwards and in backwards.
 
     Steps that are for micro-batches beyond the last are left out: a schedule that needs a certain number of them is
@@ -198,10 +194,11 @@ def _walk(
 
 
 def _zbv(rank: int, ranks: int, micro_batches: int) -> Iterator[Step]:
-    """ZB-V: two stages a rank on a V, the backward split, and no rank waits between its first and its last action.
+    """ZB-V: two stages a rank on a V, with the backward split.
 
-    Made for 2·ranks-1 micro-batches at least. Source: Qi et al. 2024, Pipeline Parallelism with Controllable Memory,
-    section 4.
+    Where kinds and stages take equally long, no rank waits between its first action and its last, and it keeps what
+    1f1b's first rank keeps. Made for 2·ranks-1 micro-batches at least. Source: Qi et al. 2024, Pipeline Parallelism
+    with Controllable Memory.
     """
     out, back = rank, 2 * ranks - 1 - rank
     count, behind = max(micro_batches, 2 * ranks - 1), ranks - 1 - rank
@@ -219,12 +216,12 @@ def _zbv(rank: int, ranks: int, micro_batches: int) -> Iterator[Step]:
 
 
 def _dualpipev(rank: int, ranks: int, micro_batches: int) -> Iterator[Step]:
-    """DualPipeV: on the same V, a forward at one of the rank's stages always beside a backward at the other.
+    """DualPipeV: on the same V, a forward at one of a rank's stages next to a backward at the other.
 
-    In the middle of a step a rank alternates between its stages, so that a forward and a backward of different
-    micro-batches follow each other and could be overlapped; backwards are split only where that fills a gap. Sources:
-    DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.2.1 (DualPipe); Qi et al. 2025 cut it in half, to one
-    copy of the parameters.
+    Such a pair is of two micro-batches, so it could be overlapped (here one follows the other). Backwards are whole in
+    the middle of a step, and split at its ends, where that fills a gap. Sources: DeepSeek-AI 2024, DeepSeek-V3
+    Technical Report (DualPipe, which keeps two copies of the parameters); Qi et al. 2025, DualPipe Could Be Better
+    Without the Dual (its half, with one).
     """
     out, back = rank, 2 * ranks - 1 - rank
     behind = ranks - 1 - rank
@@ -236,8 +233,8 @@ def _dualpipev(rank: int, ranks: int, micro_batches: int) -> Iterator[Step]:
     yield from [(Kind.B, back), (Kind.F, back), (Kind.B, out)] * behind
     last = [back, out] * (rank + 1)
     yield from [(Kind.B, stage) for stage in last[: rank + 1]]
-    split = last[rank + 1 :]
-    yield from [(Kind.I, stage) for stage in split]
-    for stage in (split + [out] * behind)[:behind]:
+    yield from [(Kind.I, stage) for stage in last[rank + 1 :]]
+    waiting = last[rank + 1 :] + [out] * behind  # for their weights' part, first in first out
+    for stage in waiting[:behind]:
         yield from [(Kind.W, stage), (Kind.I, out)]
-    yield from [(Kind.W, stage) for stage in (split + [out] * behind)[behind:]]
+    yield from [(Kind.W, stage) for stage in waiting[behind:]]

@@ -18,7 +18,7 @@ class Kind(Enum):
     """What is computed for a micro-batch at a stage.
 
     A backward is done whole, or in two parts that may lie apart: what the stage before waits for, and what nobody
-    waits for. Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2, where they are called B and W.
+    waits for. Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism, where they are called B and W.
     """
 
     F = "forward"
@@ -39,6 +39,12 @@ class Action:
     stage: int
     micro_batch: int
 
+    def __str__(self) -> str:
+        return f"{self.kind.name}{self.micro_batch} at stage {self.stage}"
+
+
+Result = tuple[Kind, int, int]
+"""What an action gives: kind, stage, micro-batch. Gradients for the inputs are (I, ...), from a B as from an I."""
 
 Orders = list[list[Action]]
 """By rank: what it does, one after the other."""
@@ -51,25 +57,22 @@ COSTS: Mapping[Kind, float] = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 """Durations of a layer of matrix products: each of its three products takes as long as the others."""
 
 
-def needs(action: Action, stages: int) -> list[tuple[Kind, int, int]]:
-    """The results (kind, stage, micro-batch) that an action waits for.
+def gives(action: Action) -> Result:
+    """The result of an action. A B also gives the weights' gradient, which no action waits for."""
+    return Kind.I if action.kind is Kind.B else action.kind, action.stage, action.micro_batch
 
-    A gradient for the inputs is the same result, (I, stage, micro-batch), whether a B or an I gives it.
-    """
+
+def needs(action: Action, stages: int) -> list[Result]:
+    """The results that an action waits for, in a pipeline of so many stages."""
     stage, number = action.stage, action.micro_batch
     match action.kind:
         case Kind.F:
             return [(Kind.F, stage - 1, number)] if stage > 0 else []
         case Kind.W:
             return [(Kind.I, stage, number)]
-        case _:
+        case Kind.B | Kind.I:
             own = (Kind.F, stage, number)
             return [own, (Kind.I, stage + 1, number)] if stage < stages - 1 else [own]
-
-
-def gives(action: Action) -> tuple[Kind, int, int]:
-    """The result of an action, as `needs` names it."""
-    return Kind.I if action.kind is Kind.B else action.kind, action.stage, action.micro_batch
 
 
 def starts(orders: Orders, durations: Mapping[Kind, float] = COSTS) -> dict[Action, float]:
@@ -79,22 +82,24 @@ def starts(orders: Orders, durations: Mapping[Kind, float] = COSTS) -> dict[Acti
     """
     stages = 1 + max(action.stage for actions in orders for action in actions)
     begun: dict[Action, float] = {}
-    there: dict[tuple[Kind, int, int], float] = {}
+    there: dict[Result, float] = {}
     free = [0.0] * len(orders)
     done = [0] * len(orders)
-    while any(done[rank] < len(actions) for rank, actions in enumerate(orders)):
+    while left := [rank for rank, actions in enumerate(orders) if done[rank] < len(actions)]:
         before = len(begun)
-        for rank, actions in enumerate(orders):
-            for action in actions[done[rank] :]:
+        for rank in left:
+            actions = orders[rank]
+            while done[rank] < len(actions):
+                action = actions[done[rank]]
                 needed = needs(action, stages)
-                if not all(result in there for result in needed):
+                if any(result not in there for result in needed):
                     break
                 begun[action] = max([free[rank], *(there[result] for result in needed)])
                 free[rank] = there[gives(action)] = begun[action] + durations[action.kind]
                 done[rank] += 1
         if len(begun) == before:
-            stuck = {rank: actions[done[rank]] for rank, actions in enumerate(orders) if done[rank] < len(actions)}
-            raise ValueError(f"every rank waits for another: {stuck}")
+            stuck = ", ".join(f"rank {rank} before {orders[rank][done[rank]]}" for rank in left)
+            raise ValueError(f"the ranks wait for each other for ever: {stuck}")
     return begun
 
 
@@ -142,3 +147,38 @@ def most_kept_by_stage(orders: Orders) -> list[dict[int, int]]:
         {stage: most_kept([a for a in actions if a.stage == stage]) for stage in sorted({a.stage for a in actions})}
         for actions in orders
     ]
+
+
+def picture(grid: Grid, width: int = 100) -> str:
+    """The grid of turns in characters: ranks down, time across, cut into bands that fit the width.
+
+    A rank with several stages has a line for each, so that a cell holds only a kind and the number of a micro-batch,
+    forwards the bare number. A dot is a turn in which the rank does nothing, on all of its lines.
+    """
+    done = [action for row in grid for action in row if action]
+    held = [sorted({action.stage for action in row if action}) for row in grid]
+    several = any(len(stages) > 1 for stages in held)
+    digits = len(str(max(action.micro_batch for action in done)))
+    columns = max(1, (width - (10 if several else 4)) // (digits + 2))
+
+    def cell(action: Action | None, stage: int) -> str:
+        if action is None:
+            return "."
+        if action.stage != stage:
+            return ""
+        return f"{'' if action.kind is Kind.F else action.kind.name}{action.micro_batch}"
+
+    lines = []
+    for begin in range(0, len(grid[0]), columns):
+        end = min(begin + columns, len(grid[0]))
+        lines.append(f"rank {'stage ' if several else ''} turns {begin + 1} to {end} of {len(grid[0])}")
+        for rank, (row, stages) in enumerate(zip(grid, held, strict=True)):
+            for stage in stages:
+                name = f"{rank if stage == stages[0] else '':>4}" + (f"{stage:>6}" if several else "")
+                cells = (f"{cell(action, stage):>{digits + 2}}" for action in row[begin:end])
+                lines.append((name + "".join(cells)).rstrip())
+        lines.append("")
+    meanings = {Kind.B: "B3 its backward", Kind.I: "I3 its backward for the inputs", Kind.W: "W3 for the weights"}
+    kinds = {action.kind for action in done}
+    legend = ["3 forward of micro-batch 3", *(text for kind, text in meanings.items() if kind in kinds), ". idle"]
+    return "\n".join([*lines, "; ".join(legend)])
