@@ -91,7 +91,7 @@ class Sharded:
         self._cuts_gradients = level is not ShardLevel.optimizer
         self._zeros = partial(torch.zeros, dtype=dtype, device=device)
         self._held = [self._hold(unit) for unit in units]
-        self._of_parameter: dict[nn.Parameter, _Held] = {}
+        self._of_parameter: dict[nn.Parameter, tuple[Entry, _Held]] = {}
         self._places = {place for unit in units for place in unit.places}
         self._reducing: list[tuple[Pending, Tensor, Tensor, _Held]] = []
         self._backwards = 0
@@ -133,7 +133,7 @@ class Sharded:
             unit = next(each for each in self._held if entry in each.unit.entries)
             unit.members.append((entry, parameter))
             unit.expected += uses(parameter)
-            self._of_parameter[parameter] = unit
+            self._of_parameter[parameter] = entry, unit
             parameter.register_post_accumulate_grad_hook(self.arrived)
             if unit.summands is not None:
                 parameter.grad = unit.segment(entry, unit.summands, self._part)
@@ -152,12 +152,11 @@ class Sharded:
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """A gradient has been added to a parameter's. Called by autograd's hook, or by who adds without it."""
-        held = self._of_parameter[parameter]
+        entry, held = self._of_parameter[parameter]
         if self._cuts_gradients:
             if held.summands is None:
                 held.summands = self._zeros(held.unit.size)
             assert parameter.grad is not None
-            entry = next(entry for entry, each in held.members if each is parameter)
             held.segment(entry, held.summands, self._part).add_(parameter.grad)
             parameter.grad = None
         held.arrived += 1
