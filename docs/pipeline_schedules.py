@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from shardlab.parallel.orders import SCHEDULES, STAGES_PER_RANK, orders, placement
+from shardlab.parallel.orders import SCHEDULES, orders, placement, stages_per_rank
 from shardlab.parallel.schedule import COSTS, Kind, bubble, most_kept, starts
 
 RANKS, MICRO_BATCHES = 3, 6
@@ -48,7 +48,7 @@ SHARES = {
 
 def draw(axes: Axes, schedule: str) -> float:
     """One schedule's grid; returns its length in time."""
-    held = STAGES_PER_RANK.get(schedule, 2)
+    held = stages_per_rank(schedule)
     lasts = {kind: cost / held for kind, cost in COSTS.items()}
     order, stages = orders(schedule, RANKS, held, MICRO_BATCHES), placement(schedule, RANKS, held)
     begun = starts(order, lasts)

@@ -8,7 +8,15 @@ import pytest
 
 from shardlab.parallel import orders as orders_module
 from shardlab.parallel import schedule as schedule_module
-from shardlab.parallel.orders import SCHEDULES, STAGES_PER_RANK, forward_only, orders, placement, runnable
+from shardlab.parallel.orders import (
+    SCHEDULES,
+    STAGES_PER_RANK,
+    forward_only,
+    orders,
+    placement,
+    runnable,
+    stages_per_rank,
+)
 from shardlab.parallel.schedule import (
     Action,
     Kind,
@@ -178,7 +186,7 @@ def test_the_picture_shows_each_turn_of_each_rank() -> None:
 
 def test_the_picture_fits_the_width() -> None:
     for schedule in SCHEDULES:
-        drawn = picture(grid(orders(schedule, 4, STAGES_PER_RANK.get(schedule, 2), 32)), width=80)
+        drawn = picture(grid(orders(schedule, 4, stages_per_rank(schedule), 32)), width=80)
         assert max(map(len, drawn.splitlines()[:-1])) <= 80
 
 

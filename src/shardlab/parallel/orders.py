@@ -34,6 +34,11 @@ Step = tuple[Kind, int]
 """A kind and a stage; the micro-batch is the next one there."""
 
 
+def stages_per_rank(schedule: str, wanted: int = 2) -> int:
+    """How many stages a rank holds under a schedule. wanted: for those that leave a choice."""
+    return STAGES_PER_RANK.get(schedule, wanted)
+
+
 def placement(schedule: str, ranks: int, stages_per_rank: int) -> list[list[int]]:
     """By rank: the stages that it holds, ascending.
 
