@@ -30,7 +30,7 @@ def forward_backward(
     def forward(stage: int, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         beat()  # what it waited for, in a pipeline, is here
         model = training.models[stage]
-        y = model(x, micro_batch.lengths, masks(micro_batch), training.reducer.run)
+        y = model(x, micro_batch.lengths, masks(micro_batch), training.reducer.run, micro_batch.inputs.shape[1])
         y = model.loss(y, micro_batch.targets) / targets if model.head is not None else y
         y.register_hook(_beat_before_backward)
         beat()
@@ -64,7 +64,8 @@ def forward_only(training: Training, micro_batches: list[MicroBatch]) -> Iterato
 
     def forward(stage: int, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         beat()
-        y: Tensor = training.models[stage](x, micro_batch.lengths, run=training.reducer.run)
+        seq = micro_batch.inputs.shape[1]
+        y: Tensor = training.models[stage](x, micro_batch.lengths, run=training.reducer.run, seq=seq)
         beat()
         return y
 
