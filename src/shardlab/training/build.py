@@ -28,7 +28,8 @@ from shardlab.parallel.table import ParameterTable
 from shardlab.parallel.units import units
 from shardlab.parallel.values import held, materialise, uses
 from shardlab.parallel.weight_gradients import WeightGradients
-from shardlab.training.precision import PARAMETERS
+from shardlab.training.nonfinite import Skipped
+from shardlab.training.precision import PARAMETERS, LossScale, loss_scale
 from shardlab.training.pulse import beat
 
 
@@ -40,6 +41,7 @@ class Training:
     part: what it holds of the model in all of them; held: their parameters, in the table's order
     pipeline: None where one stage is the whole model
     reducer: sums the gradients; its `trained` is what the optimizer updates
+    loss_scale: of fp16, else None; skipped: how many of the last steps were
     """
 
     config: Config
@@ -54,6 +56,8 @@ class Training:
     held: Members
     optimizer: torch.optim.Optimizer
     reducer: GradientSum | Sharded
+    loss_scale: LossScale | None
+    skipped: Skipped
 
     @property
     def head(self) -> Transformer | None:
@@ -99,6 +103,8 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
         held=parameters,
         optimizer=build_optimizer(config, [parameter for _, parameter in reducer.trained]),
         reducer=reducer,
+        loss_scale=loss_scale(config.precision.name),
+        skipped=Skipped(),
     )
 
 

@@ -27,6 +27,7 @@ from shardlab.training.evaluation import evaluate
 from shardlab.training.learning_rate import learning_rate
 from shardlab.training.length import run_length
 from shardlab.training.place import Place
+from shardlab.training.precision import set_products
 from shardlab.training.pulse import beat, group_timeout
 from shardlab.training.step import train_step
 
@@ -40,6 +41,7 @@ def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> N
     Writes events.jsonl (rank 0) or rank-N.jsonl, and its part of checkpoints/best.safetensors.
     """
     device = prepare_device(config.runtime, place)
+    set_products(config.precision.name, device)
     timeout = group_timeout(config.runtime.timeout)
     meet(place, device, timeout)
     mesh = connect(mesh_of(config.strategy), place.rank, device.type, timeout, config.strategy.reduce)
@@ -79,6 +81,7 @@ def train(training: Training, log: EventLog, run_dir: Path, total_steps: int, ep
                 lr=lr,
                 tokens=batch.tokens,
                 seconds=now - last,
+                **result.of_precision,
             )
         if step == total_steps or step % (trainer.eval_every or epoch_steps) == 0:
             values = report(training, log, "val", step)
