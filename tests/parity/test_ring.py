@@ -51,6 +51,7 @@ def ring(place: Place) -> dict[str, object]:
             itemsize, ranks = own.element_size(), place.ranks
 
             def note(kind: str, a: Tensor, b: Tensor, expected: int, case: str = case) -> None:
+                assert f"{kind} {case}" not in apart
                 apart[f"{kind} {case}"] = float((a - b).abs().max()) / torch.finfo(a.dtype).eps
                 sent[f"{kind} {case}"] = axis.sent.pop(kind) == expected
 
@@ -77,7 +78,7 @@ def ring(place: Place) -> dict[str, object]:
             in_place = torch.zeros_like(mine)  # own may be the gathered tensor's own part
             part = in_place[place.rank * own.numel() :][: own.numel()].copy_(own.flatten())
             axis.start_all_gather(in_place, part).wait()
-            note("all_gather", in_place, theirs, expected)
+            note("all_gather", in_place, theirs, expected, f"in place {case}")
     return {"apart": apart, "sent": sent, "sums": sums, "peers": peers}
 
 
@@ -85,7 +86,7 @@ def ring(place: Place) -> dict[str, object]:
 def test_the_ring_gives_what_torch_gives_and_talks_to_neighbours(ranks, tmp_path):
     found = run_ranks("test_ring:ring", (), ranks, log_dir=tmp_path)
     for rank, each in enumerate(found):
-        assert len(each["apart"]) == 3 * 2 * len(SIZES)
+        assert len(each["apart"]) == 4 * 2 * len(SIZES)
         for case, units_of_rounding in each["apart"].items():
             assert units_of_rounding == 0 if "gather" in case else units_of_rounding < 16, case
         assert [case for case, right in each["sent"].items() if not right] == []
