@@ -22,6 +22,7 @@ from shardlab.config.schema import AXES, Config
 from shardlab.data.dataset import Batch, open_dataset
 from shardlab.data.prepared import read_meta
 from shardlab.models.transformer import dropout_sites
+from shardlab.parallel.axis import Axis
 from shardlab.parallel.dropout import Masks, step_keys
 from shardlab.parallel.loss import count_targets
 from shardlab.parallel.mesh import Connected, Mesh
@@ -67,7 +68,7 @@ def train(place: Place, config: Config, data_dir: Path, stage: int) -> Ran:
     deepspeed.init_distributed("gloo", dist_init_required=False)
     before = peak_memory(device)
     # A mesh whose ranks share the rows and have nobody to talk to: DeepSpeed does the talking.
-    mesh = Connected(Mesh(replicate=place.ranks), place.rank, dict.fromkeys(AXES))
+    mesh = Connected(Mesh(replicate=place.ranks), place.rank, {axis: Axis(axis) for axis in AXES})
     training = build(config, mesh, device, open_dataset(data_dir, config.dataset))
     engine = None
     losses, norms, seconds = [], [], []
@@ -75,7 +76,7 @@ def train(place: Place, config: Config, data_dir: Path, stage: int) -> Ran:
         if engine is None:
             backwards = len(training.micro_batches(batch))
             engine, *_ = deepspeed.initialize(
-                model=training.model,
+                model=training.models[0],
                 optimizer=training.optimizer,
                 config=settings(config, stage, backwards),
                 dist_init_required=False,
@@ -111,7 +112,7 @@ def step(engine: Any, training: Training, batch: Batch, number: int) -> float:
     for micro_batch in mine:
         masks = Masks(keys, micro_batch.rows, p) if p > 0 else None
         logits = engine(micro_batch.inputs, micro_batch.lengths, masks)
-        loss = training.model.loss(logits, micro_batch.targets) / targets
+        loss = training.models[0].loss(logits, micro_batch.targets) / targets
         engine.backward(loss * (dist.get_world_size() * len(mine)))
         engine.step()
         total += loss.detach()

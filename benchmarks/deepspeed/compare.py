@@ -58,7 +58,8 @@ def train_ours(place: Place, config: Config, data_dir: Path) -> Ran:
     device = prepare_device(config.runtime, place)
     meet(place, device, config.runtime.timeout)
     before = peak_memory(device)
-    mesh = connect(mesh_of(config.strategy), place.rank, device.type, config.runtime.timeout)
+    strategy = config.strategy
+    mesh = connect(mesh_of(strategy), place.rank, device.type, config.runtime.timeout, strategy.reduce)
     training = build(config, mesh, device, open_dataset(data_dir, config.dataset))
     _kept.append(training)
     losses, norms, seconds = [], [], []
