@@ -1,4 +1,4 @@
-"""A run of shardlab's config under DeepSpeed's ZeRO: the model, the rows and the dropout masks are ours, the rest theirs.
+"""A run of shardlab's config under DeepSpeed's ZeRO: model, rows and dropout masks are ours, the rest is theirs.
 
 Partitioning, the reduction of gradients, their norm, clipping and the update are DeepSpeed's, the optimizer one of
 torch.optim. It runs on CPUs over gloo, without MPI, and compiles nothing.
@@ -54,7 +54,7 @@ class Ran:
 
 
 def train(place: Place, config: Config, data_dir: Path, stage: int) -> Ran:
-    """Train as one rank under a stage of ZeRO; the config's strategy is a data-parallel one.
+    """Train as one rank under a stage of ZeRO; the config's own strategy must be ddp.
 
     Every step of the run must have the same number of micro-batches on a rank, as with trainer.micro_batches.
     """
@@ -91,12 +91,17 @@ def train(place: Place, config: Config, data_dir: Path, stage: int) -> Ran:
 
 
 def settings(config: Config, stage: int, backwards: int) -> dict[str, Any]:
-    """DeepSpeed's own config for a run of ours. backwards: micro-batches of a step on a rank."""
+    """DeepSpeed's own config for a run of ours. backwards: micro-batches of a step on a rank.
+
+    Left alone, stage 3 keeps every parameter of up to 100,000 elements whole, and all others that are needed again
+    soon: of a small model nothing would be left to gather. Here it cuts everything and frees it after use.
+    """
+    stage_3 = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
     return {
         "train_micro_batch_size_per_gpu": 1,  # only its logs and its throughput read it
         "gradient_accumulation_steps": backwards,
         "gradient_clipping": config.trainer.clip or 0.0,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **(stage_3 if stage == 3 else {})},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,

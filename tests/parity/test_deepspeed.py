@@ -3,7 +3,6 @@
 DeepSpeed is no dependency. To have these tests: pip install deepspeed (0.19.8 was tried).
 """
 
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
