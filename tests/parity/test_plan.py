@@ -125,6 +125,13 @@ CASES = [
     f"{HYBRID} strategy.shard=2 strategy.pipeline=2 strategy.schedule=1f1b model.tie=true",
     f"{HYBRID} strategy.replicate=2 strategy.pipeline=2 strategy.schedule=interleaved_zero_bubble",
     f"{HYBRID} strategy.shard=2 strategy.pipeline=2 strategy.schedule=interleaved_zero_bubble precision=fp64",
+    "strategy=tensor ranks=3 model.n_heads=3 model.d_model=48 model.d_ff=96 strategy.sequence_parallel=true",
+    "strategy=tensor strategy.sequence_parallel=true dataset=synthetic dataset.task=classifier dataset.seq_len=33",
+    "strategy=hybrid ranks=4 strategy.sequence_parallel=true strategy.activation_checkpoint=always model.norm=pre",
+    f"{HYBRID} strategy.shard=2 strategy.tensor=2 strategy.sequence_parallel=true strategy.activation_checkpoint=always",
+    "strategy=tensor strategy.activation_checkpoint=except_last model.norm=pre model.dropout=0",
+    "strategy=tensor strategy.activation_checkpoint=always strategy.sequence_parallel=true model.norm=pre model.dropout=0",
+    "strategy=zero3 strategy.activation_checkpoint=always model.positions=learned",
 ]
 
 

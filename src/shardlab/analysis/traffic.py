@@ -11,7 +11,7 @@ from collections import Counter
 from shardlab.analysis.memory import used
 from shardlab.analysis.work import Work
 from shardlab.analysis.zero import walk
-from shardlab.config.schema import AXES, Checkpoint, ShardLevel
+from shardlab.config.schema import AXES, Checkpoint, Norm, ShardLevel
 from shardlab.parallel.axis import all_reduce_bytes, part_bytes
 from shardlab.parallel.buckets import buckets
 from shardlab.parallel.mesh import LOSS_AXES
@@ -68,39 +68,41 @@ def _crossings(work: Work, action: Action, sent: Counter[str]) -> None:
     if action.kind is Kind.W:
         return
     forward, ranks = action.kind is Kind.F, work.mesh.tensor
-    times_forward = 1 if forward else int(checkpoints(work, action.micro_batch))
+    again = checkpoints(work, action.micro_batch)
     sliced = work.config.strategy.sequence_parallel
     elements = work.cut.rows * work.positions(work.cut.seq) * (ranks if sliced else 1) * work.shape.d_model
 
-    def enter(itemsize: int) -> None:
+    def enter(forwards: int, itemsize: int) -> None:
         if sliced:
-            sent["all_gather"] += times_forward * part_bytes(elements, itemsize, ranks)
+            sent["all_gather"] += forwards * part_bytes(elements, itemsize, ranks)
             sent["reduce_scatter"] += 0 if forward else part_bytes(elements, itemsize, ranks)
         elif not forward:
             _all_reduce(sent, elements, itemsize, ranks)
 
-    def leave(itemsize: int) -> None:
+    def leave(forwards: int, itemsize: int) -> None:
         if sliced:
-            sent["reduce_scatter"] += times_forward * part_bytes(elements, itemsize, ranks)
+            sent["reduce_scatter"] += forwards * part_bytes(elements, itemsize, ranks)
             sent["all_gather"] += 0 if forward else part_bytes(elements, itemsize, ranks)
         else:
-            sent["all_reduce"] += times_forward * all_reduce_bytes(elements, itemsize, ranks)
+            sent["all_reduce"] += forwards * all_reduce_bytes(elements, itemsize, ranks)
 
     for place in work.stages[action.stage]:
         if place == -1:
-            leave(work.itemsize)
+            leave(int(forward), work.itemsize)
         elif place < work.shape.n_layers:
-            for _ in ("attention", "feed_forward"):
-                enter(work.itemsize)
-                leave(work.product_itemsize)
+            enter(forward or again, work.itemsize)
+            leave(forward or again, work.product_itemsize)
+            enter(forward or again, work.itemsize)
+            # Computed again, a layer ends with the last thing that it keeps: the sum may come after that.
+            needs_end = work.shape.norm is Norm.post or work.shape.dropout > 0
+            leave(forward or (again and needs_end), work.product_itemsize)
         elif work.shape.causal:
-            enter(work.itemsize)
+            enter(int(forward), work.itemsize)
             if forward:  # the loss: the largest logit of each target, then two sums
                 _all_reduce(sent, work.cut.tokens, work.itemsize, ranks)
                 _all_reduce(sent, 2 * work.cut.tokens, work.itemsize, ranks)
-        elif sliced:
-            first_tokens = work.cut.rows * work.shape.d_model
-            sent["all_reduce"] += times_forward * all_reduce_bytes(first_tokens, work.itemsize, ranks)
+        elif sliced and forward:
+            _all_reduce(sent, work.cut.rows * work.shape.d_model, work.itemsize, ranks)  # the first tokens
 
 
 def checkpoints(work: Work, micro_batch: int) -> bool:

@@ -77,7 +77,7 @@ class Work:
     def part(self, pipeline: int, tensor: int = 0) -> Part:
         """What a rank holds of the model. pipeline, tensor: its numbers on these axes"""
         places = tuple(place for stage in self.stages_of[pipeline] for place in self.stages[stage])
-        return Part(places, Axis("tensor", tensor, self.mesh.tensor))
+        return Part(places, Axis("tensor", tensor, self.mesh.tensor), self.config.strategy.sequence_parallel)
 
     def actions(self, pipeline: int) -> list[Action]:
         """What a rank does in a step, in turn. pipeline: its number on that axis"""
@@ -85,7 +85,7 @@ class Work:
 
     def positions(self, seq: int) -> int:
         """How many positions of a sequence are held between the matrices, padding included."""
-        return -(-seq // self.mesh.tensor) if self.config.strategy.sequence_parallel else seq
+        return self.part(0).positions(seq).size
 
 
 def work_of(config: Config, shape: Shape, rows: int | None = None, seq: int | None = None) -> Work:
@@ -94,7 +94,7 @@ def work_of(config: Config, shape: Shape, rows: int | None = None, seq: int | No
     rows: of the global batch, by default the config's; seq: of its rows, by default the longest
     """
     strategy, mesh = config.strategy, mesh_of(config.strategy)
-    table = parameter_table(shape)
+    table = parameter_table(shape, strategy.sequence_parallel)
     cut = cut_of(config, mesh, rows or config.trainer.global_batch, seq or shape.max_len)
     schedule = strategy.schedule.name if mesh.pipeline > 1 else "1f1b"
     held = stages_per_rank(config) if mesh.pipeline > 1 else 1
