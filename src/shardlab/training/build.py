@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from shardlab.config.schema import Config
 from shardlab.data.dataset import Batch, Dataset
 from shardlab.errors import ShardlabError
-from shardlab.models.cost import place_costs
+from shardlab.models.cost import stage_layers, stages_per_rank
 from shardlab.models.layers import Linear
 from shardlab.models.parameters import parameter_table
 from shardlab.models.shape import Shape, shape_of
 from shardlab.models.transformer import Transformer
 from shardlab.parallel.mesh import Connected
 from shardlab.parallel.microbatch import MicroBatch, parts, share, take
-from shardlab.parallel.orders import placement
+from shardlab.parallel.orders import SPLIT, placement
 from shardlab.parallel.part import Part
-from shardlab.parallel.pipeline import SPLIT, Pipeline
+from shardlab.parallel.pipeline import Pipeline
 from shardlab.parallel.replicate import GradientSum, Members
 from shardlab.parallel.shard import Sharded
-from shardlab.parallel.stages import cut, stage_ranges
+from shardlab.parallel.stages import stage_ranges
 from shardlab.parallel.table import ParameterTable
 from shardlab.parallel.units import units
 from shardlab.parallel.values import held, materialise, uses
@@ -134,16 +134,6 @@ def build_parameters(
     parameters = held(models, table)
     sharded.attach(parameters, uses(models))
     return sharded, parameters
-
-
-def stages_per_rank(config: Config) -> int:
-    """How many stages each rank of a pipeline holds; config.check has settled it."""
-    return config.strategy.stages_per_rank or 1
-
-
-def stage_layers(config: Config, shape: Shape, table: ParameterTable) -> list[int]:
-    """How many layers each stage has: as the config says, or by their estimated cost."""
-    return config.strategy.split or cut(place_costs(shape, table), config.strategy.pipeline * stages_per_rank(config))
 
 
 def build_pipeline(

@@ -17,11 +17,12 @@ from shardlab.config.schema import Config
 from shardlab.data.dataset import Batch, open_dataset
 from shardlab.data.prepared import read_meta
 from shardlab.data.rows import feed
+from shardlab.models.cost import stage_layers
 from shardlab.parallel.mesh import connect, mesh_of, name_of
 from shardlab.tracking.record import EventLog
 from shardlab.training.ask import is_pruned
 from shardlab.training.best import load_best, save_best
-from shardlab.training.build import Training, build, stage_layers
+from shardlab.training.build import Training, build
 from shardlab.training.device import device_name, meet, peak_memory, prepare_device
 from shardlab.training.evaluation import evaluate
 from shardlab.training.learning_rate import learning_rate
