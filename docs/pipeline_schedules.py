@@ -1,138 +1,120 @@
-"""The picture in docs/pipeline.md: who computes what, and when, under three schedules.
+"""The picture in docs/pipeline.md: who computes what, and when, under each schedule.
 
     python docs/pipeline_schedules.py docs/pipeline_schedules.png
 
-Nothing is drawn by hand. A schedule is an order of actions for each stage; `simulate` lets every stage do its own
-actions in that order, each as soon as what it needs is there. A backward takes two units of time, a forward one, and
-sending takes none.
+Nothing is drawn by hand: the orders are those that a run takes, and every rank does its own as soon as what it needs
+is there. All schedules run one model. Of a rank's share a forward takes one unit of time and a backward two, whole or
+in its two halves; where a rank has two stages each is half its share. Sending takes none.
 """
 
 import sys
-from itertools import zip_longest
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-STAGES, MICRO_BATCHES = 3, 6
-DURATION = {"forward": 1, "backward": 2}
-COLOURS = {"forward": "#bcd6ee", "backward": "#f3b37a"}
+from shardlab.parallel.orders import SCHEDULES, orders, placement, stages_per_rank
+from shardlab.parallel.schedule import COSTS, Kind, bubble, most_kept, starts
+
+RANKS, MICRO_BATCHES = 3, 6
+SHADES = {
+    Kind.F: ("#cfe1f3", "#7fb0dc"),
+    Kind.B: ("#f8cda6", "#ee9a4d"),
+    Kind.I: ("#f6d9d5", "#e08e85"),
+    Kind.W: ("#d6ead0", "#8cc27d"),
+}
+"""By kind: of a rank's first stage, and of its second."""
 IDLE = "#efefef"
+ROOM = 4.5
+"""Units of time to the right of a grid, for what a rank keeps."""
 
-Action = tuple[str, int]
-"""Forward or backward, and the number of the micro-batch."""
-
-
-def order(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """What a stage does, one after the other: some forwards ahead, then a backward and a forward in turn.
-
-    The schedules differ in one number, how many forwards a stage runs ahead of its backwards.
-    """
-    ahead = {"naive": 1, "gpipe": micro_batches, "1f1b": min(stages - stage, micro_batches)}[schedule]
-    forwards = [("forward", number) for number in range(micro_batches)]
-    backwards = [("backward", number) for number in range(micro_batches)]
-    turns = [action for pair in zip_longest(backwards, forwards[ahead:]) for action in pair if action is not None]
-    return forwards[:ahead] + turns
-
-
-def simulate(orders: list[list[Action]]) -> dict[tuple[int, Action], int]:
-    """When each stage begins each of its actions. orders: of the stages, first to last."""
-    last = len(orders) - 1
-    begun: dict[tuple[int, Action], int] = {}
-    left = [list(actions) for actions in orders]
-    free = [0] * len(orders)
-
-    def ready(stage: int, action: Action) -> int | None:
-        """When what an action needs from another stage has arrived; None while that is not known."""
-        kind, _ = action
-        neighbour = stage - 1 if kind == "forward" else stage + 1
-        if not 0 <= neighbour <= last:
-            return 0  # the rows are there; a loss is its own gradient's beginning
-        start = begun.get((neighbour, action))
-        return None if start is None else start + DURATION[kind]
-
-    while any(left):
-        before = len(begun)
-        for stage, actions in enumerate(left):
-            while actions and (arrival := ready(stage, actions[0])) is not None:
-                action = actions.pop(0)
-                begun[stage, action] = max(free[stage], arrival)
-                free[stage] = begun[stage, action] + DURATION[action[0]]
-        if len(begun) == before:
-            raise ValueError("every stage waits for another")
-    return begun
+p, m = RANKS, MICRO_BATCHES
+SHARES = {
+    "naive": ("(p-1)/p", (p - 1) / p),
+    "gpipe": ("(p-1)/(m+p-1)", (p - 1) / (m + p - 1)),
+    "1f1b": ("(p-1)/(m+p-1)", (p - 1) / (m + p - 1)),
+    "looped_bfs": ("(p-1)/(2m+p-1)", (p - 1) / (2 * m + p - 1)),
+    "interleaved_1f1b": ("(p-1)/(2m+p-1)", (p - 1) / (2 * m + p - 1)),
+    "interleaved_zero_bubble": ("(p-1)/(6m+p-1)", (p - 1) / (6 * m + p - 1)),
+    "zbv": ("(p-1)/(6m+p-1)", (p - 1) / (6 * m + p - 1)),
+    "dualpipev": ("(p-1)/(6m+p-1)", (p - 1) / (6 * m + p - 1)),
+}
+"""The idle share by the papers' formulas, which the drawn grid must have."""
 
 
-def most_kept(actions: list[Action]) -> int:
-    """The most micro-batches whose activations a stage keeps at a time: forward done, backward not."""
-    kept = most = 0
-    for kind, _ in actions:
-        kept += 1 if kind == "forward" else -1
-        most = max(most, kept)
-    return most
-
-
-def idle_share(begun: dict[tuple[int, Action], int], stages: int) -> float:
-    """The share of the step that a stage waits, as a mean over the stages."""
-    busy = sum(DURATION[kind] for _, (kind, _) in begun)
-    return 1 - busy / (stages * length(begun))
-
-
-def length(begun: dict[tuple[int, Action], int]) -> int:
-    """When the last action ends."""
-    return max(start + DURATION[kind] for (_, (kind, _)), start in begun.items())
-
-
-def draw(axes: Axes, schedule: str, formula: str, expected: float) -> int:
-    """One schedule's grid; returns its length. expected: the idle share by the formula, which the grid must have."""
-    orders = [order(schedule, stage, STAGES, MICRO_BATCHES) for stage in range(STAGES)]
-    begun = simulate(orders)
-    end, idle = length(begun), idle_share(begun, STAGES)
-    assert abs(idle - expected) < 1e-12, (schedule, idle, expected)
-    for stage, actions in enumerate(orders):
-        axes.barh(stage, end, color=IDLE, height=0.86)
+def draw(axes: Axes, schedule: str) -> float:
+    """One schedule's grid; returns its length in time."""
+    held = stages_per_rank(schedule)
+    lasts = {kind: cost / held for kind, cost in COSTS.items()}
+    order, stages = orders(schedule, RANKS, held, MICRO_BATCHES), placement(schedule, RANKS, held)
+    begun = starts(order, lasts)
+    end = max(start + lasts[action.kind] for action, start in begun.items())
+    formula, expected = SHARES[schedule]
+    assert abs(bubble(order, lasts) - expected) < 1e-12, (schedule, bubble(order, lasts), expected)
+    for rank, actions in enumerate(order):
+        axes.barh(rank, end, color=IDLE, height=0.86)
         for action in actions:
-            kind, number = action
-            start = begun[stage, action]
-            axes.barh(stage, DURATION[kind], left=start, color=COLOURS[kind], height=0.86, edgecolor="white")
-            axes.text(start + DURATION[kind] / 2, stage, str(number), ha="center", va="center_baseline", fontsize=8)
-        axes.text(end + 0.6, stage, f"keeps {most_kept(actions)}", va="center_baseline", fontsize=8.5, color="#444444")
-    axes.set_title(f"{schedule}:  idle {idle:.0%} = {formula}", loc="left", fontsize=10.5)
-    axes.set_yticks(range(STAGES), [f"rank {stage}" for stage in range(STAGES)], fontsize=9)
-    axes.set_ylim(STAGES - 0.5, -0.5)
-    axes.tick_params(left=False, bottom=False, labelsize=9)
+            start, length = begun[action], lasts[action.kind]
+            colour = SHADES[action.kind][stages[rank].index(action.stage)]
+            axes.barh(rank, length, left=start, color=colour, height=0.86, edgecolor="white", linewidth=0.6)
+            middle = start + length / 2
+            axes.text(middle, rank, str(action.micro_batch), ha="center", va="center_baseline", fontsize=8)
+        kept = f"keeps {most_kept(actions) / held:g}"
+        axes.text(end + 0.4, rank, kept, va="center_baseline", fontsize=9, color="#444444")
+    axes.set_title(f"{schedule}:  idle {expected:.0%} = {formula}", loc="left", fontsize=10.5)
+    axes.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)], fontsize=9)
+    axes.set_ylim(RANKS - 0.5, -0.5)
+    axes.tick_params(left=False, labelsize=9)
     axes.spines[:].set_visible(False)
+    axes.set_xticks(range(0, int(end) + 1, 6))
     return end
 
 
-def main(out: str) -> None:
-    """Draw and save."""
-    p, m = STAGES, MICRO_BATCHES
-    figure, grids = plt.subplots(3, 1, sharex=True, figsize=(8.4, 4.6), layout="constrained")
-    bubble = (p - 1) / (m + p - 1), f"(p-1)/(m+p-1) = {p - 1}/{m + p - 1}"
-    ends = [
-        draw(grids[0], "naive", f"(p-1)/p = {p - 1}/{p}", (p - 1) / p),
-        draw(grids[1], "gpipe", bubble[1], bubble[0]),
-        draw(grids[2], "1f1b", bubble[1], bubble[0]),
+def explain(figure: Figure, axes: Axes) -> None:
+    """The legend, in the place of a grid."""
+    axes.axis("off")
+    kinds = {
+        Kind.F: "forward of micro-batch n",
+        Kind.B: "its backward, twice as long",
+        Kind.I: "its backward for the inputs only",
+        Kind.W: "its backward for the weights",
+    }
+    rows = [(Patch(color=SHADES[kind][0]), text) for kind, text in kinds.items()]
+    rows += [
+        (Patch(color=IDLE), "idle"),
+        (Patch(visible=False), "darker: at the second of a rank's two stages, each half as long"),
+        (Patch(visible=False), "keeps: most micro-batches whose activations it holds at a time"),
     ]
-    grids[-1].set_xlim(0, max(ends) + 5)
-    grids[-1].set_xticks(range(0, max(ends) + 1, 6))
-    grids[-1].tick_params(bottom=True)
-    grids[-1].set_xlabel("time; one forward of a micro-batch is 1", fontsize=9)
-    grids[1].legend(
-        [*(Patch(color=colour) for colour in (*COLOURS.values(), IDLE)), Patch(visible=False)],
-        ["forward of micro-batch n", "its backward, twice as long", "idle", "keeps: most micro-batches held at a time"],
-        title=f"p = {p} stages, m = {m} micro-batches",
+    axes.legend(
+        *zip(*rows, strict=True),
+        title=f"p = {RANKS} ranks, m = {MICRO_BATCHES} micro-batches; time: one forward of a rank's share is 1",
         loc="center left",
-        bbox_to_anchor=(0.56, 0.5),
+        bbox_to_anchor=(0, 0.5),
         alignment="left",
         frameon=False,
         fontsize=9,
         title_fontsize=9,
     )
+
+
+def main(out: str) -> None:
+    """Draw and save: the naive schedule over the whole width, the others two in a row."""
+    figure = plt.figure(figsize=(13, 8.2), layout="constrained")
+    cells = figure.add_gridspec(5, 2)
+    first, *others = SCHEDULES
+    places = [cells[row, column] for row in range(1, 5) for column in range(2)]
+    wide = figure.add_subplot(cells[0, :])
+    end = draw(wide, first)
+    wide.set_xlim(0, end + ROOM)
+    for schedule, place in zip(others, places, strict=False):
+        axes = figure.add_subplot(place)
+        draw(axes, schedule)
+        axes.set_xlim(0, (end + ROOM) / 2)
+    explain(figure, figure.add_subplot(places[len(others)]))
     figure.savefig(out, dpi=130)
 
 

@@ -21,9 +21,10 @@ from shardlab.launch.ranks import run_ranks
 from shardlab.models.parameters import parameter_table
 from shardlab.models.shape import Shape
 from shardlab.models.transformer import Transformer
+from shardlab.parallel.axis import Axis
 from shardlab.parallel.loss import summed_cross_entropy
 from shardlab.parallel.replicate import GradientSum
-from shardlab.parallel.table import held, materialise
+from shardlab.parallel.values import held, materialise, uses
 from shardlab.training.place import Place
 
 SIZES = {
@@ -48,7 +49,7 @@ def make(size: str) -> Transformer:
         max_len=SEQ,
     )
     model = Transformer(shape)
-    materialise(model, parameter_table(shape), model.part, 1, torch.float32, torch.device("cpu"))
+    materialise([model], parameter_table(shape), model.part, 1, lambda _, value: value)
     return model
 
 
@@ -63,7 +64,8 @@ def measure(place: Place, size: str, steps: int) -> tuple[list[float], list[floa
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=place.rendezvous, rank=place.rank, world_size=place.ranks)
     ours, theirs = make(size), make(size)
-    reducer = GradientSum(held(ours, parameter_table(ours.shape)), dist.group.WORLD)
+    axis = Axis("replicate", place.rank, place.ranks, dist.group.WORLD)
+    reducer = GradientSum(held([ours], parameter_table(ours.shape)), uses([ours]), axis)
     wrapped = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
     wrapped.register_comm_hook(None, summed)
     _kept.extend([ours, wrapped])

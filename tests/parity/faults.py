@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
 import shardlab.models.transformer as transformer
 import shardlab.parallel.clipping as clipping
-import shardlab.parallel.replicate as replicate
-import shardlab.parallel.table as table
 import shardlab.parallel.tensor as tensor
+import shardlab.parallel.values as values
 import shardlab.training.build as build
 import shardlab.training.step as step
 from shardlab.config.schema import Config
+from shardlab.parallel.axis import Axis, Done
 from shardlab.parallel.dropout import Masks
 from shardlab.parallel.mesh import Connected, Mesh, connect
 from shardlab.parallel.microbatch import take
@@ -29,8 +28,7 @@ from shardlab.training.place import Place
 
 def skip_all_reduce() -> None:
     """Each rank trains on its own gradients; the loss is still summed."""
-    sent = SimpleNamespace(wait=lambda: None)
-    replicate.dist = SimpleNamespace(ReduceOp=replicate.dist.ReduceOp, all_reduce=lambda *_, **__: sent)  # type: ignore[assignment]
+    Axis.start_sum = lambda self, x: Done()  # type: ignore[method-assign]
 
 
 def mean_instead_of_sum() -> None:
@@ -78,14 +76,12 @@ def reuse_a_mask() -> None:
 
 
 def swap_two_targets() -> None:
-    """The last stage holds the outputs of the first two micro-batches against each other's targets."""
+    """The outputs of the first two micro-batches are held against each other's targets."""
     run = Pipeline.forward_backward
 
-    def swapped(self: Pipeline, forward, micro_batches):
-        if self.is_last:
-            a, b, *rest = micro_batches
-            micro_batches = [replace(a, targets=b.targets), replace(b, targets=a.targets), *rest]
-        return run(self, forward, micro_batches)
+    def swapped(self: Pipeline, forward, micro_batches, seed):
+        a, b, *rest = micro_batches
+        return run(self, forward, [replace(a, targets=b.targets), replace(b, targets=a.targets), *rest], seed)
 
     Pipeline.forward_backward = swapped  # type: ignore[method-assign]
 
@@ -110,21 +106,21 @@ def bias_on_every_rank() -> None:
     """A row-split product adds its bias before the sum over ranks."""
 
     def careless(self, x):
-        return self.axis.leave(F.linear(x, self.weight.reshape(-1, x.shape[-1]), self.bias))
+        return tensor.leave(F.linear(x, self.weight.reshape(-1, x.shape[-1]), self.bias), self.axis)
 
     transformer.RowLinear.forward = careless  # type: ignore[method-assign]
 
 
 def fan_of_the_shard() -> None:
     """Matrices that are split by their inputs are drawn with the bound of what is left of them."""
-    draw = table.initial_value
+    draw = values.initial_value
 
     def careless(entry, seed, part):
         if entry.name.endswith(("out.weight", "down.weight")):
-            entry = replace(entry, law=table.Uniform(entry.law.bound * part.axis.ranks**0.5))
+            entry = replace(entry, law=values.Uniform(entry.law.bound * part.axis.ranks**0.5))
         return draw(entry, seed, part)
 
-    table.initial_value = careless
+    values.initial_value = careless
 
 
 def masks_of_the_first_slice() -> None:
@@ -145,7 +141,7 @@ def count_padded_words() -> None:
 
 def count_replicated_twice() -> None:
     """Each tensor rank adds what all of them hold to the norm."""
-    step.global_norm = lambda held, table, mesh: clipping.global_norm(held, table, _First(mesh))
+    step.global_norm = lambda trained, table, part, mesh: clipping.global_norm(trained, table, part, _First(mesh))
 
 
 class _First:
@@ -193,6 +189,6 @@ def train_with_fault(place: Place, fault: str, config: Config, run_dir: Path, da
 def timeouts(place: Place, seconds: float) -> float:
     """What a collective of the replicate axis waits, in a rank of a mesh made with that timeout."""
     meet(place, torch.device("cpu"), 100.0)
-    group = connect(Mesh(replicate=place.ranks), place.rank, "cpu", seconds).groups["replicate"]
+    group = connect(Mesh(replicate=place.ranks), place.rank, "cpu", seconds).axes["replicate"].group
     assert group is not None
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

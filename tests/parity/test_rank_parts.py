@@ -24,7 +24,7 @@ from shardlab.parallel.mesh import Mesh, connect, mesh_of
 from shardlab.parallel.microbatch import IGNORE
 from shardlab.parallel.part import Part, span
 from shardlab.parallel.table import Entry, Uniform
-from shardlab.parallel.tensor import vocabulary_cross_entropy, vocabulary_embedding
+from shardlab.parallel.tensor import enter, vocabulary_cross_entropy, vocabulary_embedding
 from shardlab.training.best import write_part
 from shardlab.training.build import build
 from shardlab.training.device import meet
@@ -57,7 +57,7 @@ def live_bytes(place: Place, config: Config, data_dir: Path) -> tuple[int, int, 
         training = build(config, mesh, CPU, open_dataset(data_dir, config.dataset))
     alive = [thing for thing in gc.get_objects() if type(thing) is nn.Parameter and not thing.is_meta]
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in alive}
-    names = [name for name, _ in training.model.named_parameters()]
+    names = [name for model in training.models.values() for name, _ in model.named_parameters()]
     return sum(storages.values()), max(p.numel() for p in alive), made.elements, names
 
 
@@ -91,7 +91,7 @@ WORDS, D = 11, 6  # three ranks hold 4, 4 and 3 of them, five 3, 3, 3, 2 and non
 def vocabulary(place: Place, ranks: int) -> dict[str, float]:
     """Loss and gradients of a split head and embedding, and what torch gives for the whole."""
     meet(place, CPU, 100.0)
-    axis = connect(Mesh(tensor=ranks), place.rank, "cpu", 100.0).tensor
+    axis = connect(Mesh(tensor=ranks), place.rank, "cpu", 100.0).axes["tensor"]
     generator = torch.Generator().manual_seed(0)
     embedding, head = torch.randn(2, WORDS, D, dtype=torch.float64, generator=generator)
     tokens, targets = torch.randint(0, WORDS, (2, 8), generator=generator)
@@ -100,7 +100,7 @@ def vocabulary(place: Place, ranks: int) -> dict[str, float]:
     padding = (0, 0, 0, own.size - own.valid)
     e, h = (F.pad(w[own.first :][: own.valid], padding).requires_grad_() for w in (embedding, head))
     x = vocabulary_embedding(tokens, e, own.first, axis)
-    logits = axis.enter(x * 9) @ h.t()
+    logits = enter(x * 9, axis) @ h.t()
     loss = vocabulary_cross_entropy(logits, targets, own.first, own.valid, axis) / 3
     loss.backward()
     embedding.requires_grad_()

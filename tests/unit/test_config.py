@@ -314,9 +314,7 @@ def test_the_split_that_an_error_offers_is_accepted():
 
 def test_notes_say_what_a_pipeline_replaces_or_leaves_unused():
     few = ["strategy=pipeline", "ranks=3", "trainer.micro_batches=2"]
-    assert settle(compose(few))[1] == [
-        "2 micro-batches are fewer than strategy.pipeline=3 stages: gpipe takes the place of 1f1b"
-    ]
+    assert settle(compose(few))[1] == ["2 micro-batches a copy on 3 stages: gpipe takes the place of 1f1b"]
     assert settle(compose([*few, "strategy.schedule=gpipe"]))[1] == []
     assert "1 micro-batches are fewer" in settle(compose(["strategy=pipeline", "trainer.micro_batch=20"]))[1][0]
     unused = ["strategy=tensor", "strategy.split=[3,1]"]

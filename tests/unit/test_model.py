@@ -12,7 +12,7 @@ from shardlab.models.parameters import parameter_table
 from shardlab.models.shape import Shape
 from shardlab.models.transformer import Transformer, dropout_sites, sinusoid
 from shardlab.parallel.dropout import Masks, step_keys
-from shardlab.parallel.table import held, initial_value, materialise
+from shardlab.parallel.values import held, initial_value, materialise
 
 ROWS, SEQ, VOCAB = 3, 7, 11
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def make_shape(norm: str, activation: str, positions: str, classes: int, tie: bo
 
 def make_model(shape: Shape, seed: int = 3) -> Transformer:
     model = Transformer(shape)
-    materialise(model, parameter_table(shape), model.part, seed, torch.float64, CPU)
+    materialise([model], parameter_table(shape), model.part, seed, lambda _, value: value.double())
     return model
 
 
@@ -190,7 +190,7 @@ def test_the_table_names_exactly_what_the_model_holds(case):
     shape = make_shape(*case)
     table, model = parameter_table(shape), make_model(shape)
     assert [e.name for e in table] == [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    assert all(tuple(p.shape) == e.shape for e, p in held(model, table))
+    assert all(tuple(p.shape) == e.shape for e, p in held([model], table))
     assert table.elements == sum(p.numel() for p in model.parameters())
     assert (model.head.weight is model.embedding.weight) == shape.tie
 
@@ -247,4 +247,4 @@ def test_a_parameter_unknown_to_the_table_is_refused():
     model = make_model(shape)
     model.extra = nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="extra"):
-        held(model, parameter_table(shape))
+        held([model], parameter_table(shape))

@@ -21,17 +21,20 @@ from shardlab.config.schema import (
 )
 from shardlab.data.prepared import Meta
 from shardlab.errors import ShardlabError
+from shardlab.parallel.axis import Axis
 from shardlab.parallel.clipping import clip, global_norm, squared_norm
 from shardlab.parallel.loss import summed_cross_entropy
 from shardlab.parallel.mesh import Connected, Mesh
 from shardlab.parallel.microbatch import IGNORE, parts, share, take
-from shardlab.parallel.table import Constant, Entry, ParameterTable, held
+from shardlab.parallel.part import Part
+from shardlab.parallel.table import Constant, Entry, ParameterTable
+from shardlab.parallel.values import held
 from shardlab.tracking.record import RunRecord
 from shardlab.training.evaluation import count, metrics
 from shardlab.training.learning_rate import learning_rate
 from shardlab.training.length import run_length
 
-ALONE = Connected(Mesh(), 0, dict.fromkeys(AXES))
+ALONE = Connected(Mesh(), 0, {axis: Axis(axis) for axis in AXES})
 
 CUTS = [
     # rows, micro_batch, micro_batches, data_ranks -> sizes
@@ -91,7 +94,7 @@ def test_norm_and_clipping_equal_torchs(largest, dtype, rtol):
         a.grad = torch.randn_like(a)
         b.grad = a.grad.clone()
     held = [(Entry(str(i), tuple(p.shape), Constant(0), 0), p) for i, p in enumerate(ours)]
-    norm = global_norm(held, ParameterTable({entry.name: entry for entry, _ in held}), ALONE)
+    norm = global_norm(held, ParameterTable({entry.name: entry for entry, _ in held}), Part((0,)), ALONE)
     clip(held, norm, largest)
     expected = nn.utils.clip_grad_norm_(theirs, largest)
     assert float(norm) == pytest.approx(float(expected), rel=rtol)
@@ -178,7 +181,7 @@ def test_a_tied_head_is_held_under_its_owners_entry():
     model = nn.Module()
     model.head = nn.Module()
     model.head.weight = nn.Parameter(torch.zeros(3, 2))
-    assert [(entry.name, p is model.head.weight) for entry, p in held(model, table)] == [("embedding.weight", True)]
+    assert [(entry.name, p is model.head.weight) for entry, p in held([model], table)] == [("embedding.weight", True)]
 
 
 LENGTHS = [

@@ -29,7 +29,15 @@ from shardlab.config.schema import (
     TextConfig,
     TrainerConfig,
 )
-from shardlab.config.strategies import at_least, check_ranks, check_split, is_classifier, schedule_notes, settle_cut
+from shardlab.config.strategies import (
+    at_least,
+    check_ranks,
+    check_split,
+    is_classifier,
+    schedule_notes,
+    settle_cut,
+    settle_strategy,
+)
 from shardlab.errors import ShardlabError
 
 LARGEST_SEED = 2**32 - 1
@@ -100,6 +108,7 @@ def check(config: Config, share: Share | None = None) -> Config:
     if not config.run_dir.strip():
         raise ShardlabError("run_dir is empty; give a folder, or leave it away for runs/DATE/TIME")
     ranks = check_ranks(config.strategy, config.ranks)
+    config = replace(config, strategy=settle_strategy(config.strategy))
     _check_model(config.model)
     check_split(config)
     check_dataset(config)
@@ -115,7 +124,6 @@ def check(config: Config, share: Share | None = None) -> Config:
     return replace(
         config,
         ranks=ranks,
-        strategy=config.strategy if config.strategy.pipeline > 1 else replace(config.strategy, split=None),
         trainer=settle_cut(config.trainer, config.strategy),
         dataset=_settle_path(config.dataset),
         runtime=_settle(config.runtime, ranks, share or whole_machine()),
@@ -202,10 +210,14 @@ def _check_trainer(trainer: TrainerConfig) -> None:
 
 def _check_shares(config: Config) -> None:
     """Every data-parallel rank must get a row."""
-    copies, rows = config.strategy.replicate, config.trainer.global_batch
-    if copies > rows:
+    strategy, rows = config.strategy, config.trainer.global_batch
+    if strategy.replicate * strategy.shard > rows:
+        axis = "shard" if strategy.shard > strategy.replicate else "replicate"
+        copies = f"strategy.{axis}={getattr(strategy, axis)}"
+        if strategy.replicate > 1 and strategy.shard > 1:
+            copies = f"strategy.replicate={strategy.replicate} times strategy.shard={strategy.shard}"
         raise ShardlabError(
-            f"strategy.replicate={copies} exceeds the {rows} rows of trainer.global_batch; every rank needs one, "
+            f"{copies} exceeds the {rows} rows of trainer.global_batch; every rank needs one, "
             f"so at most {rows} would do"
         )
 

@@ -9,17 +9,18 @@ from dataclasses import replace
 
 from omegaconf import OmegaConf
 
-from shardlab.config.schema import Config, RuntimeConfig, SweepConfig, TrackingConfig
+from shardlab.config.schema import Config, PlanConfig, RuntimeConfig, SweepConfig, TrackingConfig
 
 
 def config_hash(config: Config) -> str:
     """16 hex digits that tell configs apart by what would be trained: the typed config without run_dir, tracking,
-    sweep and runtime.timeout."""
+    sweep, plan and runtime.timeout."""
     same = replace(
         config,
         run_dir="",
         tracking=TrackingConfig(name=""),
         sweep=SweepConfig(),
+        plan=PlanConfig(),
         runtime=replace(config.runtime, timeout=RuntimeConfig().timeout),
     )
     return hashlib.sha256(OmegaConf.to_yaml(OmegaConf.structured(same), sort_keys=True).encode()).hexdigest()[:16]

@@ -56,10 +56,24 @@ class Tokenizer(Enum):
 
 
 class Precision(Enum):
-    """The dtype of parameters, activations and gradients."""
+    """In what numbers are computed.
+
+    fp32, fp64: everything; bf16, fp16: products and what comes of them, while parameters, gradients and the optimizer
+    stay in fp32 (fp16 with a dynamic loss scale); tf32: fp32 whose products round their factors, on GPUs that can
+    """
 
     fp32 = "fp32"
     fp64 = "fp64"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    tf32 = "tf32"
+
+
+class OnNonFinite(Enum):
+    """What becomes of a step whose loss or gradient norm is not finite: it ends the run, or leaves the model alone."""
+
+    stop = "stop"
+    skip = "skip"
 
 
 class Device(Enum):
@@ -71,9 +85,46 @@ class Device(Enum):
 
 
 # Functional, since a name here is what a user writes, and 1f1b is no identifier.
-Schedule = Enum("Schedule", {"gpipe": "gpipe", "1f1b": "1f1b", "naive": "naive"})
-"""The order of a pipeline's forwards and backwards: all forwards first (Huang et al. 2019), one forward and one
-backward in turn (Narayanan et al. 2019), or each micro-batch alone, one stage after the other."""
+Schedule = Enum(
+    "Schedule",
+    {
+        "naive": "naive",
+        "gpipe": "gpipe",
+        "1f1b": "1f1b",
+        "interleaved_1f1b": "interleaved_1f1b",
+        "looped_bfs": "looped_bfs",
+        "interleaved_zero_bubble": "interleaved_zero_bubble",
+        "zbv": "zbv",
+        "dualpipev": "dualpipev",
+    },
+)
+"""The order of a pipeline's forwards and backwards; parallel/orders.py says what each does, and where it comes from."""
+
+
+class ShardLevel(Enum):
+    """What the shard axis cuts, as levels 1, 2 and 3 of ZeRO (Rajbhandari et al. 2020): each also what is above it."""
+
+    optimizer = "optimizer"
+    gradients = "gradients"
+    parameters = "parameters"
+
+
+class Reduce(Enum):
+    """Who sums gradients over the data axes: the backend (gloo, nccl), or the ring that parallel/ring.py writes out."""
+
+    backend = "backend"
+    ring = "ring"
+
+
+class Checkpoint(Enum):
+    """Which micro-batches' activations are computed again in the backward pass instead of being kept.
+
+    except_last (Kim et al. 2020): all but the last micro-batch of a step, whose backward comes at once
+    """
+
+    never = "never"
+    always = "always"
+    except_last = "except_last"
 
 
 @dataclass
@@ -96,8 +147,13 @@ class ModelConfig:
 class StrategyConfig:
     """A point in the mesh: the size of each axis, 1 where a file names none. Their product is the number of ranks.
 
+    shard_level: what the shard axis cuts; see ShardLevel
     schedule: of a pipeline; see Schedule
+    stages_per_rank: of a pipeline; null takes as many as the schedule is made for, one or two
     split: layers of each stage of a pipeline; null cuts by estimated cost
+    reduce: who sums gradients; see Reduce
+    sequence_parallel: between the split matrices of the tensor axis, a rank holds a slice of each sequence
+    activation_checkpoint: see Checkpoint
     """
 
     name: str = MISSING
@@ -105,8 +161,13 @@ class StrategyConfig:
     shard: int = 1
     pipeline: int = 1
     tensor: int = 1
+    shard_level: ShardLevel = ShardLevel.parameters
     schedule: Schedule = Schedule["1f1b"]
+    stages_per_rank: int | None = None
     split: list[int] | None = None
+    reduce: Reduce = Reduce.backend
+    sequence_parallel: bool = False
+    activation_checkpoint: Checkpoint = Checkpoint.never
 
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
@@ -214,6 +275,7 @@ class TrainerConfig:
     micro_batch: rows of a micro-batch of the global cut; micro_batches: their number. Give at most one
     clip: largest gradient norm; null does not clip
     eval_every: steps between evaluations; null evaluates after each epoch
+    on_nonfinite: see OnNonFinite
     test: evaluate the best model on the test split at the end
     """
 
@@ -226,6 +288,7 @@ class TrainerConfig:
     micro_batches: int | None = None
     clip: float | None = None
     eval_every: int | None = None
+    on_nonfinite: OnNonFinite = OnNonFinite.stop
     test: bool = True
 
 
@@ -235,11 +298,20 @@ class RuntimeConfig:
 
     timeout: seconds that a rank may be silent: neither a step nor a micro-batch, nor a part of an evaluation; then it
     hangs, and the run is ended
+    compile: let torch.compile make each layer's kernels
     """
 
     device: Device = Device.auto
     threads: int | None = None
+    compile: bool = False
     timeout: float = 600.0
+
+
+@dataclass
+class PlanConfig:
+    """What `shardlab plan` is asked beside the run. memory_gib: of a rank, to say what fits in it"""
+
+    memory_gib: float | None = None
 
 
 @dataclass
@@ -273,6 +345,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
 
 CHOSEN: dict[str, dict[str, type]] = {

@@ -4,20 +4,28 @@ import math
 from dataclasses import replace
 
 from shardlab.config.optimizers import MATRIX_WISE
-from shardlab.config.schema import AXES, Config, NsmcConfig, StrategyConfig, Task, TrainerConfig
+from shardlab.config.schema import AXES, Config, NsmcConfig, Schedule, ShardLevel, StrategyConfig, Task, TrainerConfig
 from shardlab.errors import ShardlabError
+from shardlab.parallel.orders import runnable, stages_per_rank
 
 PRESETS = {
     "single": (),
     "ddp": ("replicate",),
+    "zero1": ("shard",),
+    "zero2": ("shard",),
+    "zero3": ("shard",),
     "pipeline": ("pipeline",),
     "pipeline_naive": ("pipeline",),
     "tensor": ("tensor",),
 }
 """The axes that a packaged strategy may split; any other name, such as hybrid, takes every product."""
 
+LEVELS = {"zero1": ShardLevel.optimizer, "zero2": ShardLevel.gradients, "zero3": ShardLevel.parameters}
+"""What the packaged ZeRO strategies shard."""
+
 MICRO_BATCHES_PER_STAGE = 4
-"""At least, of a pipeline that is not told how to cut: then the bubble is small (Huang et al. 2019, section 2.3)."""
+"""For each rank at least, of a pipeline that is not told how to cut: then the bubble is small (Huang et al. 2019,
+section 2.3)."""
 
 
 def at_least(key: str, value: int | None, least: int) -> None:
@@ -31,8 +39,6 @@ def check_ranks(strategy: StrategyConfig, ranks: int) -> int:
     sizes = {axis: getattr(strategy, axis) for axis in AXES}
     for axis, size in sizes.items():
         at_least(f"strategy.{axis}", size, 1)
-    if strategy.shard > 1:
-        raise ShardlabError(f"strategy.shard={strategy.shard} is not available in this version; 1 is")
     product = math.prod(sizes.values())
     split = PRESETS.get(strategy.name, AXES)
     for axis, size in sizes.items():
@@ -45,6 +51,13 @@ def check_ranks(strategy: StrategyConfig, ranks: int) -> int:
         raise ShardlabError(
             f"strategy=pipeline_naive has strategy.schedule=naive, not {strategy.schedule.name}; "
             "strategy=pipeline takes every schedule"
+        )
+    level = LEVELS.get(strategy.name)
+    if level not in (None, strategy.shard_level):
+        other = next(name for name in LEVELS if LEVELS[name] is strategy.shard_level)
+        raise ShardlabError(
+            f"strategy={strategy.name} has strategy.shard_level={level.name}, not {strategy.shard_level.name}; "
+            f"strategy={other} has that"
         )
     if strategy.name == "single":
         return 1
@@ -62,18 +75,40 @@ def is_classifier(config: Config) -> bool:
     return isinstance(config.dataset, NsmcConfig) or getattr(config.dataset, "task", None) is Task.classifier
 
 
-def check_split(config: Config) -> None:
-    """Raise ShardlabError where the model can't be cut so: the pipeline's stages, and what the tensor axis cuts."""
-    strategy, model = config.strategy, config.model
-    stages = strategy.pipeline
-    if stages > 1 and model.tie and not is_classifier(config):
+def settle_strategy(strategy: StrategyConfig) -> StrategyConfig:
+    """The strategy with the number of stages that a rank of a pipeline holds; without one, what only it would use is as
+    if it had not been named.
+
+    Raises ShardlabError where the schedule is made for another number of stages.
+    """
+    at_least("strategy.stages_per_rank", strategy.stages_per_rank, 1)
+    if strategy.pipeline == 1:
+        return replace(strategy, split=None, schedule=Schedule["1f1b"], stages_per_rank=1)
+    wanted = strategy.stages_per_rank
+    settled = stages_per_rank(strategy.schedule.name, wanted or 2)
+    if wanted not in (None, settled):
+        other = "interleaved_1f1b takes any number"
         raise ShardlabError(
-            f"model.tie=true needs embedding and head on one rank, and strategy.pipeline={stages} parts them; "
-            "model.tie=false or strategy=tensor would run"
+            f"strategy.schedule={strategy.schedule.name} has {settled} stage{'s' * (settled > 1)} a rank, not "
+            f"strategy.stages_per_rank={wanted}; strategy.schedule={other}"
         )
+    return replace(strategy, stages_per_rank=settled)
+
+
+def check_split(config: Config) -> None:
+    """Raise ShardlabError where the model can't be cut so: the pipeline's stages, and what the tensor axis cuts.
+
+    The strategy's stages must be settled.
+    """
+    strategy, model = config.strategy, config.model
+    per_rank = strategy.stages_per_rank or 1
+    stages = strategy.pipeline * per_rank
     if stages > model.n_layers + 2:
+        shown = f"strategy.pipeline={strategy.pipeline}"
+        if per_rank > 1:
+            shown = f"{shown} with {per_rank} stages a rank"
         raise ShardlabError(
-            f"strategy.pipeline={stages} has more stages than model.n_layers={model.n_layers} can fill; at most "
+            f"{shown} has more stages than model.n_layers={model.n_layers} can fill; at most "
             f"{model.n_layers + 2} would do (embedding and head may stand alone)"
         )
     if stages > 1 and strategy.split is not None:
@@ -84,10 +119,12 @@ def check_split(config: Config) -> None:
             fitting = [str(n) for n in range(1, model.n_heads + 1) if model.n_heads % n == 0 and model.d_ff % n == 0]
             would = " or ".join([", ".join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)
             raise ShardlabError(f"strategy.tensor={strategy.tensor} does not divide model.{key}={size}; {would} would")
-    if strategy.tensor > 1 and config.optimizer.name in MATRIX_WISE:
+    cutting = next((axis for axis in ("tensor", "shard") if getattr(strategy, axis) > 1), None)
+    if cutting is not None and config.optimizer.name in MATRIX_WISE:
         raise ShardlabError(
-            f"optimizer.name={config.optimizer.name} looks at whole matrices, and strategy.tensor={strategy.tensor} "
-            "cuts them; an elementwise one (AdamW, SGD) or strategy=pipeline would run"
+            f"optimizer.name={config.optimizer.name} looks at whole matrices, and "
+            f"strategy.{cutting}={getattr(strategy, cutting)} cuts them; an elementwise one (AdamW, SGD) or "
+            "strategy=pipeline would run"
         )
 
 
@@ -100,7 +137,7 @@ def _check_layers(split: list[int], stages: int, n_layers: int) -> None:
         sizes = [int(larger + 1 == stages), *[1] * (stages - 2), 0]
     even = str(sizes).replace(" ", "")
     if len(split) != stages:
-        raise ShardlabError(f"{shown} has a length of {len(split)}, and strategy.pipeline={stages}; {even} would do")
+        raise ShardlabError(f"{shown} has a length of {len(split)}, and there are {stages} stages; {even} would do")
     if sum(split) != n_layers:
         raise ShardlabError(f"{shown} makes {sum(split)} layers, and model.n_layers={n_layers}; {even} would do")
     if min(split) < 0:
@@ -116,13 +153,16 @@ def schedule_notes(config: Config, overrides: list[str]) -> list[str]:
     """What the user should know of a checked config: what is left unused, or replaced."""
     strategy, trainer = config.strategy, config.trainer
     if strategy.pipeline == 1:
-        given = [key for key in ("schedule", "split") if any(o.startswith(f"strategy.{key}=") for o in overrides)]
+        keys = ("schedule", "split", "stages_per_rank")
+        given = [key for key in keys if any(o.startswith(f"strategy.{key}=") for o in overrides)]
         return [f"strategy.pipeline=1: strategy.{key} is left unused" for key in given]
     parts = trainer.micro_batches or -(-trainer.global_batch // (trainer.micro_batch or trainer.global_batch))
-    of_a_copy = -(-parts // strategy.replicate)
-    if strategy.schedule.name == "1f1b" and of_a_copy < strategy.pipeline:
-        few = f"{of_a_copy} micro-batches are fewer than strategy.pipeline={strategy.pipeline} stages"
-        return [f"{few}: gpipe takes the place of 1f1b"]
+    of_a_copy = -(-parts // (strategy.replicate * strategy.shard))
+    schedule, per_rank = strategy.schedule.name, strategy.stages_per_rank or 1
+    runs = runnable(schedule, strategy.pipeline, per_rank, of_a_copy)
+    if runs != schedule:
+        number = f"{of_a_copy} micro-batch{'es' * (of_a_copy > 1)} a copy"
+        return [f"{number} on {strategy.pipeline * per_rank} stages: {runs} takes the place of {schedule}"]
     return []
 
 
@@ -133,5 +173,5 @@ def settle_cut(trainer: TrainerConfig, strategy: StrategyConfig) -> TrainerConfi
     """
     if strategy.pipeline == 1 or strategy.schedule.name == "naive" or trainer.micro_batch or trainer.micro_batches:
         return trainer
-    rows_of_a_copy = trainer.global_batch // strategy.replicate
+    rows_of_a_copy = trainer.global_batch // (strategy.replicate * strategy.shard)
     return replace(trainer, micro_batch=max(1, rows_of_a_copy // (MICRO_BATCHES_PER_STAGE * strategy.pipeline)))

@@ -12,6 +12,8 @@ its fused backward sums in no fixed order on CUDA.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -25,7 +27,17 @@ from shardlab.parallel.dropout import Masks
 from shardlab.parallel.loss import summed_cross_entropy
 from shardlab.parallel.part import Part, span
 from shardlab.parallel.table import ParameterTable
-from shardlab.parallel.tensor import vocabulary_cross_entropy, vocabulary_embedding
+from shardlab.parallel.tensor import enter, leave, vocabulary_cross_entropy, vocabulary_embedding
+from shardlab.parallel.weight_gradients import WeightGradients, product
+
+Run = Callable[[int, Callable[[Tensor], Tensor], Tensor], Tensor]
+"""Computes a place of the model (-1, the embedding, to n_layers, norm and head) by a function of its input. Whoever
+must do something around a place's computation, such as gather its parameters, or keep nothing of it, does it there."""
+
+
+def plainly(place: int, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute a place, and nothing else."""
+    return function(x)
 
 
 def whole(shape: Shape) -> Part:
@@ -77,32 +89,33 @@ class _Parameters(nn.Module):
                 self.register_parameter(leaf, nn.Parameter(torch.empty(part.shape(entry), device="meta")))
 
 
-_WIDE, _COLUMNS = 16384, 1024
-"""A product with more outputs than the first, such as a head's, is made so many columns at a time on the CPU: MKL
-blocks it badly as a whole. A layer's own are faster whole (both measured in benchmarks/step/README.md)."""
-
-
 class Linear(_Parameters):
-    """x @ weight.T + bias, with any number of dims of features on either side flattened to one."""
+    """x @ weight.T + bias, with any number of dims of features on either side flattened to one.
+
+    weight_gradients: who computes the product and its gradients, where they may come later or the weight may be away
+    """
+
+    weight_gradients: WeightGradients | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., inputs]; returns [..., outputs]"""
-        weight, bias = self.weight.reshape(-1, x.shape[-1]), self.bias.flatten()
-        if len(bias) <= _WIDE or x.device.type != "cpu":
-            return F.linear(x, weight, bias)
-        columns = zip(weight.split(_COLUMNS), bias.split(_COLUMNS), strict=True)
-        return torch.cat([F.linear(x, *some) for some in columns], dim=-1)
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: nn.Parameter | None) -> Tensor:
+        """x @ weight.T, and a bias."""
+        if self.weight_gradients is not None:
+            return self.weight_gradients.product(x, self.weight, bias)
+        return product(x, self.weight.reshape(-1, x.shape[-1]), None if bias is None else bias.flatten())
 
 
-class RowLinear(_Parameters):
+class RowLinear(Linear):
     """The same where the tensor axis cuts the inputs: each rank's product is a summand, and the bias enters once."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., inputs held]; returns [..., outputs], whole on every rank"""
-        weight = self.weight.reshape(-1, x.shape[-1])
         if self.axis.ranks == 1:
-            return F.linear(x, weight, self.bias)
-        return self.axis.leave(F.linear(x, weight)) + self.bias
+            return self.product(x, self.bias)
+        return leave(self.product(x, None), self.axis) + self.bias
 
 
 class LayerNorm(_Parameters):
@@ -136,7 +149,7 @@ class Attention(nn.Module):
         """x: [rows, seq, d_model]; hidden: see `attention_mask`; site: of the probabilities' dropout"""
         rows, seq, _ = x.shape
         _, n_heads, d_head, _ = self.qkv.weight.shape  # the heads that are here
-        q, k, v = self.qkv(self._axis.enter(x)).view(rows, seq, 3, n_heads, d_head).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(enter(x, self._axis)).view(rows, seq, 3, n_heads, d_head).permute(2, 0, 3, 1, 4)
         scores = (q * d_head**-0.5) @ k.transpose(-2, -1)
         probabilities = scores.masked_fill(hidden, -math.inf).softmax(-1)
         if masks is not None:
@@ -157,7 +170,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, masks: Masks | None, site: int) -> Tensor:
         """x: [rows, seq, d_model]"""
-        x = self._activation(self.up(self._axis.enter(x)))
+        x = self._activation(self.up(enter(x, self._axis)))
         if masks is not None:
             x = masks.drop(x, site, dim=2, first=self._axis.rank * x.shape[2])
         return cast(Tensor, self.down(x))
@@ -213,29 +226,35 @@ class Transformer(nn.Module):
         self.head = Linear(table, part, "head") if end in part.layers else None
         self._sinusoid = torch.empty(0)
 
-    def forward(self, x: Tensor, lengths: Tensor, masks: Masks | None = None) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor, masks: Masks | None = None, run: Run = plainly) -> Tensor:
         """Logits: [rows, seq, words held] of a language model, [rows, classes] of a classifier; [rows, seq, d_model]
         where the head is another rank's.
 
         x: int64 [rows, seq], or [rows, seq, d_model] where the embedding is another rank's
         lengths: int64 [rows], positions from there on are padding
         masks: the micro-batch's dropout; None drops nothing
+        run: computes each place
         """
-        seq = x.shape[1]
+        hidden = attention_mask(lengths, x.shape[1], self.shape.causal)
         if self.embedding is not None:
-            x = self.embedding(x) * math.sqrt(self.shape.d_model) + self._position_vectors(seq)
-            if masks is not None:
-                x = masks.drop(x, 0)
-        hidden = attention_mask(lengths, seq, self.shape.causal)
-        for block in self.layers.values():
-            x = block(x, hidden, masks)
-        if self.head is None:
-            return x
+            x = run(-1, partial(self._embed, masks=masks), x)
+        for layer, block in self.layers.items():
+            x = run(int(layer), partial(block, hidden=hidden, masks=masks), x)
+        return x if self.head is None else run(self.shape.n_layers, self._logits, x)
+
+    def _embed(self, indices: Tensor, masks: Masks | None) -> Tensor:
+        """[rows, seq, d_model] of int64 [rows, seq]."""
+        assert self.embedding is not None
+        x = self.embedding(indices) * math.sqrt(self.shape.d_model) + self._position_vectors(indices.shape[1])
+        return x if masks is None else masks.drop(x, 0)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        assert self.head is not None
         if self.shape.norm is Norm.pre:
             x = self.norm(x)
         if not self.shape.causal:
             return cast(Tensor, self.head(x[:, 0]))
-        return cast(Tensor, self.head(self.part.axis.enter(x)))
+        return cast(Tensor, self.head(enter(x, self.part.axis)))
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy in nats, summed over the targets that are not IGNORE: a scalar.

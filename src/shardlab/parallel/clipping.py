@@ -7,10 +7,12 @@ order on every rank, tied parameters once: so the norm is the same number under 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardlab.parallel.mesh import Connected
-from shardlab.parallel.table import Entry, ParameterTable
+from shardlab.parallel.part import Part
+from shardlab.parallel.replicate import Members
+from shardlab.parallel.table import ParameterTable
 
 _CHUNK = 2**17
 """Elements converted to fp64 at a time: 1 MiB, which stays in the cache."""
@@ -33,28 +35,30 @@ def squared_norm(x: Tensor) -> Tensor:
     return torch.stack(squares).sum()
 
 
-def global_norm(held: list[tuple[Entry, nn.Parameter]], table: ParameterTable, mesh: Connected) -> Tensor:
+def global_norm(trained: Members, table: ParameterTable, part: Part, mesh: Connected) -> Tensor:
     """The 2-norm of all gradients together: an fp64 scalar on the parameters' device, the same on every rank.
 
-    held: what this rank holds (`table.held`). Gradients must be complete (summed over the data axes).
+    trained: what this rank updates of its part. Gradients must be complete.
 
-    Each rank fills in the squares of what it holds. A parameter that the tensor axis doesn't cut stands whole on
-    each of its ranks, and the first one counts it. Padding has no gradient.
+    Each rank fills in the squares of what it has. What stands on several ranks, one counts: of a parameter that the
+    tensor axis doesn't cut, the first; of a tied weight with a copy at either end of the pipeline, the owner's. Padding
+    has no gradient.
     """
     place = {entry.name: number for number, entry in enumerate(table.own)}
-    squares = torch.zeros(len(place), dtype=torch.float64, device=held[0][1].device)
+    squares = torch.zeros(len(place), dtype=torch.float64, device=trained[0][1].device)
     counts_whole = mesh.place["tensor"] == 0
-    for entry, parameter in held:
-        if parameter.grad is not None and (entry.tensor_dim is not None or counts_whole):
+    for entry, parameter in trained:
+        counts = entry.layer in part.layers and (entry.tensor_dim is not None or counts_whole)
+        if parameter.grad is not None and counts:
             squares[place[entry.name]] = squared_norm(parameter.grad)
-    return mesh.sum(squares, ("pipeline", "tensor")).sum().sqrt()
+    return mesh.sum(squares, ("pipeline", "shard", "tensor")).sum().sqrt()
 
 
-def clip(held: list[tuple[Entry, nn.Parameter]], norm: Tensor, largest: float) -> None:
+def clip(trained: Members, norm: Tensor, largest: float) -> None:
     """Scale all gradients so that their global norm is at most `largest`.
 
     The 1e-6 is torch.nn.utils.clip_grad_norm_'s: the clipped norm is a hair below the bound.
     """
     scale = (largest / (norm + 1e-6)).clamp(max=1.0)
-    gradients = [p.grad for _, p in held if p.grad is not None]
+    gradients = [p.grad for _, p in trained if p.grad is not None]
     torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from shardlab.config.schema import AXES, StrategyConfig
+from shardlab.config.schema import AXES, Reduce, Schedule, ShardLevel, StrategyConfig
+from shardlab.parallel.axis import Axis
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
-
-    from shardlab.parallel.tensor import TensorAxis
 
 DATA_AXES = ("replicate", "shard")
 """The axes along which ranks train different rows of a step."""
@@ -84,22 +83,28 @@ def mesh_of(strategy: StrategyConfig) -> Mesh:
     return Mesh(**{axis: getattr(strategy, axis) for axis in AXES})
 
 
+ZERO = {ShardLevel.optimizer: 1, ShardLevel.gradients: 2, ShardLevel.parameters: 3}
+"""The level's number in the ZeRO paper (Rajbhandari et al. 2020)."""
+
+
 def name_of(strategy: StrategyConfig) -> str:
-    """The mesh's name, with the schedule of a pipeline where it isn't the usual one: 'pipeline2', 'pipeline2-naive'."""
-    mesh, schedule = mesh_of(strategy), strategy.schedule.name
-    return mesh.name if mesh.pipeline == 1 or schedule == "1f1b" else f"{mesh.name}-{schedule}"
+    """The mesh's name, with the level of a sharding, and a pipeline's schedule where it isn't the usual one.
+
+    'pipeline2', 'pipeline2-zbv', 'zero3x2', 'zero1x2-tensor2'
+    """
+    mesh = mesh_of(strategy)
+    name = mesh.name.replace("shard", f"zero{ZERO[strategy.shard_level]}x")
+    usual = mesh.pipeline == 1 or strategy.schedule is Schedule["1f1b"]
+    return name if usual else f"{name}-{strategy.schedule.name}"
 
 
 @dataclass(frozen=True)
 class Connected:
-    """A rank's view of the mesh once the ranks are connected.
-
-    groups: by axis, the ranks that differ from this one along that axis alone; None where the axis has one rank
-    """
+    """A rank's view of the mesh once the ranks are connected. axes: by name, each as this rank sees it"""
 
     mesh: Mesh
     rank: int
-    groups: dict[str, ProcessGroup | None]
+    axes: dict[str, Axis]
 
     @property
     def data_rank(self) -> int:
@@ -111,20 +116,10 @@ class Connected:
         """This rank's place along each axis."""
         return self.mesh.coordinate(self.rank)
 
-    @property
-    def tensor(self) -> TensorAxis:
-        """This rank's place on the tensor axis, with the group that its collectives go over."""
-        from shardlab.parallel.tensor import TensorAxis
-
-        return TensorAxis(self.groups["tensor"], self.place["tensor"], self.mesh.tensor)
-
     def sum(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         """Sum x in place over the ranks along some axes; returns it."""
-        import torch.distributed as dist
-
         for axis in axes:
-            if (group := self.groups[axis]) is not None:
-                dist.all_reduce(x, op=dist.ReduceOp.SUM, group=group)
+            self.axes[axis].all_reduce(x)
         return x
 
     def agree(self, x: Tensor) -> Tensor:
@@ -143,10 +138,11 @@ class Connected:
             dist.barrier()
 
 
-def connect(mesh: Mesh, rank: int, device_type: str, timeout: float) -> Connected:
+def connect(mesh: Mesh, rank: int, device_type: str, timeout: float, reduce: Reduce = Reduce.backend) -> Connected:
     """Make the process groups of every axis. Needs an initialised default process group if mesh.ranks > 1.
 
     timeout: seconds that a collective may wait
+    reduce: who sums large tensors over the data axes
     """
     groups: dict[str, ProcessGroup | None] = dict.fromkeys(AXES)
     if mesh.ranks > 1:
@@ -159,4 +155,7 @@ def connect(mesh: Mesh, rank: int, device_type: str, timeout: float) -> Connecte
                 # A mesh's groups take torch's own default, half an hour, and no public call changes it.
                 _set_pg_timeout(timedelta(seconds=timeout), device_mesh.get_group(axis))
                 groups[axis] = device_mesh.get_group(axis)
-    return Connected(mesh, rank, groups)
+    place = mesh.coordinate(rank)
+    ring = {axis: reduce is Reduce.ring and axis in DATA_AXES for axis in AXES}
+    axes = {axis: Axis(axis, place[axis], mesh.size(axis), groups[axis], ring[axis]) for axis in AXES}
+    return Connected(mesh, rank, axes)

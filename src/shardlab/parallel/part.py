@@ -9,10 +9,11 @@ multiple: every rank holds the same shape, and the last one's padding rows are z
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardlab.parallel.tensor import ALONE, TensorAxis
+from shardlab.parallel.axis import Axis
 
 if TYPE_CHECKING:
     from shardlab.parallel.table import Entry
@@ -31,7 +32,7 @@ class Span:
     valid: int
 
 
-def span(whole: int, axis: TensorAxis) -> Span:
+def span(whole: int, axis: Axis) -> Span:
     """This rank's slice of a dim of `whole` elements."""
     size = -(-whole // axis.ranks)
     first = axis.rank * size
@@ -40,10 +41,13 @@ def span(whole: int, axis: TensorAxis) -> Span:
 
 @dataclass(frozen=True)
 class Part:
-    """layers: places along the pipeline that are here, -1 (embedding) to n_layers (final norm and head)."""
+    """layers: places along the pipeline that are here, -1 (embedding) to n_layers (final norm and head).
 
-    layers: range
-    axis: TensorAxis = ALONE
+    axis: the tensor axis, or as much of it as its rank and size
+    """
+
+    layers: Collection[int]
+    axis: Axis = field(default_factory=lambda: Axis("tensor"))
 
     def span(self, entry: Entry) -> Span | None:
         """The slice of its tensor dim that is here; None where the parameter is not cut."""

@@ -1,163 +1,245 @@
-"""The pipeline axis: each rank holds a stage of the model, and a step's micro-batches go through the stages in turn.
+"""The pipeline axis: each rank holds one stage of the model or more, and a step's micro-batches go through all in turn.
 
-Training runs by a schedule of torch.distributed.pipelining, which decides in which order a rank computes forwards
-and backwards and sends activations on and their gradients back; what is computed, and of which micro-batch, is
-ours. Only the number of a micro-batch goes through torch's hands: every rank knows the step's rows already, so a
-stage looks up its own masks and lengths (and the ends inputs and targets) by that number. The last stage computes
-its loss inside the stage, so that no logits are kept for longer than their backward needs them.
+A schedule (orders.py) says in which order a rank computes forwards and backwards; from the orders of all ranks follows
+a grid of turns (schedule.py). A rank walks along its row: it computes what stands there, and after each turn sends what
+it has made and begins to receive what others have made for it, as one batch. Since all ranks know the whole grid, both
+ends of a transfer post it in the same turn: nothing is announced, and no order of posting can deadlock. A rank waits
+only when it needs what has not come.
 
-A schedule of torch is prepared for one number of micro-batches of one shape, so there is one for each that comes.
-Evaluation is a walk of our own, forward only: torch's `eval` fails under some schedules.
+Only activations and their gradients travel. Every rank knows the step's rows already, so a stage looks up its own masks
+and lengths (and the ends inputs and targets). The last stage computes its loss inside the stage, so that no logits
+are kept for longer than their backward needs them.
+
+Not torch.distributed.pipelining: its schedules take 3 s to import, which a plan may not; are prepared anew, with
+buffers for all micro-batches, for each shape; call hooks of data parallelism only where the backward pass is not split;
+and can't evaluate under some orders. tests/unit/test_schedule.py holds our orders against its.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch import Tensor
 
+from shardlab.parallel.axis import Axis, Pending
 from shardlab.parallel.microbatch import MicroBatch
+from shardlab.parallel.orders import forward_only, orders, placement, runnable
+from shardlab.parallel.schedule import Action, Kind, Orders, grid
+from shardlab.parallel.weight_gradients import WeightGradients
 
-_MOST_PREPARED = 16
-"""Schedules kept at a time, each with buffers for what it receives: rows of every length may come."""
+Forward = Callable[[int, Tensor, MicroBatch], Tensor]
+"""A stage's work on a micro-batch: of its number and inputs or received activations, gives activations, or the loss."""
 
-Forward = Callable[[Tensor, MicroBatch], Tensor]
-"""A stage's work on a micro-batch: of inputs or received activations, gives activations, or the loss at the last."""
+SPLIT = ("interleaved_zero_bubble", "zbv", "dualpipev")
+"""Schedules that take the backward pass in two parts."""
 
 
-class _Stage(nn.Module):
-    """What torch calls for each micro-batch, by its number."""
+@dataclass(frozen=True)
+class Message:
+    """What one stage makes for the next or the one before. kind: F, activations; I, their gradient"""
 
-    def __init__(self, is_first: bool) -> None:
-        super().__init__()
-        self._is_first = is_first
-        self.forward_one: Forward
-        self.micro_batches: list[MicroBatch]
+    kind: Kind
+    stage: int
+    micro_batch: int
 
-    def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        micro_batch = self.micro_batches[int(number)]
-        return self.forward_one(micro_batch.inputs if self._is_first else x, micro_batch)
+    @property
+    def to(self) -> int:
+        """The stage that it is for."""
+        return self.stage + (1 if self.kind is Kind.F else -1)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a rank does in a turn, and what it sends and receives after that, each with the other rank."""
+
+    action: Action | None
+    sends: list[tuple[Message, int]]
+    receives: list[tuple[Message, int]]
+
+
+def message(action: Action, stages: int) -> Message | None:
+    """What an action makes for another stage."""
+    if action.kind is Kind.W:
+        return None
+    kind = Kind.F if action.kind is Kind.F else Kind.I
+    made = Message(kind, action.stage, action.micro_batch)
+    return made if 0 <= made.to < stages else None
+
+
+def turns(rows: Orders, stages_of: list[list[int]], rank: int) -> list[Turn]:
+    """A rank's way through the grid. stages_of: by rank, the stages that it holds"""
+    holder = {stage: rank for rank, stages in enumerate(stages_of) for stage in stages}
+    way = []
+    for together in zip(*grid(rows), strict=True):
+        sends, receives = [], []
+        for other, action in enumerate(together):
+            made = None if action is None else message(action, len(holder))
+            if made is None or holder[made.to] == other:
+                continue
+            if other == rank:
+                sends.append((made, holder[made.to]))
+            elif holder[made.to] == rank:
+                receives.append((made, other))
+        way.append(Turn(together[rank], sends, receives))
+    return way
 
 
 class Pipeline:
     """This rank's end of the pipeline.
 
-    stage, stages: this rank's place, and the number of stages
-    group: the ranks of the pipeline, in the order of their stages
-    schedule: gpipe (all forwards, then all backwards), 1f1b (a backward as soon as there is one), or naive (one
-        micro-batch through all stages and back before the next begins)
-    d_model, dtype: of the activations that travel: [rows, seq, d_model]
+    axis: of the pipeline
+    schedule: see orders.py; where it can't run with a step's number of micro-batches, `runnable` says which one does
+    stages_per_rank: how many stages each rank holds
+    shape: of the activations of a micro-batch, as they travel
+    weight_gradients: of this rank's models, for schedules that split the backward pass
     """
 
     def __init__(
         self,
-        stage: int,
-        stages: int,
-        group: ProcessGroup,
+        axis: Axis,
         schedule: str,
-        d_model: int,
+        stages_per_rank: int,
+        shape: Callable[[MicroBatch], tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
+        weight_gradients: WeightGradients,
     ) -> None:
-        self.stage, self.stages = stage, stages
-        self._group, self._schedule, self._device = group, schedule, device
-        self._d_model, self._dtype = d_model, dtype
-        self._module = _Stage(self.is_first)
-        self._prepared: dict[tuple[int, ...], Any] = {}
+        self._axis, self._schedule, self._shape = axis, schedule, shape
+        self._dtype, self._device = dtype, device
+        self._weight_gradients = weight_gradients
+        self._stages_of = placement(schedule, axis.ranks, stages_per_rank)
+        self._last = axis.ranks * stages_per_rank - 1
+        self._way = lru_cache(self._find_way)
 
-    @property
-    def is_first(self) -> bool:
-        """This rank has the embedding."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """This rank has the head, and the losses."""
-        return self.stage == self.stages - 1
-
-    def forward_backward(self, forward: Forward, micro_batches: list[MicroBatch]) -> list[Tensor]:
+    def forward_backward(self, forward: Forward, micro_batches: list[MicroBatch], seed: Tensor) -> list[Tensor]:
         """Run all micro-batches, which have one shape, leaving their gradients in the parameters.
 
-        Returns the micro-batches' losses in their order on the last stage; nothing elsewhere.
+        seed: the gradient of each loss, a scalar
+
+        Returns the micro-batches' losses in their order on the rank of the last stage; nothing elsewhere.
         """
-        if self._schedule == "naive":
-            return [loss for each in micro_batches for loss in self._run(forward, [each])]
-        return self._run(forward, micro_batches)
+        kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        losses: dict[int, Tensor] = {}
+        post = Post(self._axis, self._receive_buffer(micro_batches))
+        for turn in self._way(len(micro_batches), train=True):
+            if turn.action is not None:
+                self._compute(turn.action, forward, micro_batches, seed, kept, losses, post)
+            post.turn(turn)
+        post.finish()
+        return [losses[number] for number in sorted(losses)]
+
+    def _compute(
+        self,
+        action: Action,
+        forward: Forward,
+        micro_batches: list[MicroBatch],
+        seed: Tensor,
+        kept: dict[tuple[int, int], tuple[Tensor, Tensor]],
+        losses: dict[int, Tensor],
+        post: Post,
+    ) -> None:
+        stage, number = place = action.stage, action.micro_batch
+        if action.kind is Kind.W:
+            self._weight_gradients.compute(place)
+            return
+        if action.kind is Kind.F:
+            x = micro_batches[number].inputs
+            if stage > 0:
+                x = post.take(Message(Kind.F, stage - 1, number)).requires_grad_()
+            y = forward(stage, x, micro_batches[number])
+            kept[place] = x, y
+            if stage == self._last:
+                losses[number] = y.detach()
+            else:
+                post.put(Message(Kind.F, stage, number), y.detach())
+            return
+        x, y = kept.pop(place)
+        gradient = seed if stage == self._last else post.take(Message(Kind.I, stage + 1, number))
+        if action.kind is Kind.I:
+            with self._weight_gradients.putting_off(place):
+                torch.autograd.backward(y, gradient)
+        else:
+            torch.autograd.backward(y, gradient)
+        if stage > 0:
+            assert x.grad is not None
+            post.put(Message(Kind.I, stage, number), x.grad)
 
     def forward(self, forward: Forward, micro_batches: list[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor]]:
-        """Run all micro-batches forward only; the last stage yields each with what `forward` gave, the others nothing.
+        """Run all micro-batches forward only; the rank of the last stage yields each with what `forward` gave, the
+        others nothing.
 
         To be called without gradients, and used up.
         """
-        sent: deque[tuple[dist.Work, Tensor]] = deque()
-        for micro_batch in micro_batches:
-            x = micro_batch.inputs
-            if not self.is_first:
-                x = torch.empty((*x.shape, self._d_model), dtype=self._dtype, device=self._device)
-                dist.recv(x, group=self._group, group_src=self.stage - 1)
-            y = forward(x, micro_batch)
-            if self.is_last:
-                yield micro_batch, y
-            else:
-                y = y.contiguous()
-                work = dist.isend(y, group=self._group, group_dst=self.stage + 1)
-                assert work is not None  # this rank is in the group
-                sent.append((work, y))
-                if len(sent) > self.stages:
-                    sent.popleft()[0].wait()
-        for work, _ in sent:
-            work.wait()
+        post = Post(self._axis, self._receive_buffer(micro_batches))
+        for turn in self._way(len(micro_batches), train=False):
+            done = None
+            if turn.action is not None:
+                stage, micro_batch = turn.action.stage, micro_batches[turn.action.micro_batch]
+                number = turn.action.micro_batch
+                x = micro_batch.inputs if stage == 0 else post.take(Message(Kind.F, stage - 1, number))
+                y = forward(stage, x, micro_batch)
+                if stage == self._last:
+                    done = micro_batch, y
+                else:
+                    post.put(Message(Kind.F, stage, number), y)
+            post.turn(turn)
+            if done is not None:
+                yield done
+        post.finish()
 
-    def _run(self, forward: Forward, micro_batches: list[MicroBatch]) -> list[Tensor]:
-        self._module.forward_one, self._module.micro_batches = forward, micro_batches
-        numbers = torch.arange(len(micro_batches))
-        losses: list[Tensor] = []
-        arguments = (numbers,) if self.is_first else ()
-        ends = {"target": numbers, "losses": losses} if self.is_last else {}
-        schedule = self._prepare(len(micro_batches), micro_batches[0].inputs)
-        try:
-            schedule.step(*arguments, number=numbers, return_outputs=False, **ends)
-        except RuntimeError as error:
-            if error.__cause__ is None:
-                raise
-            raise error.__cause__ from None  # torch's wrapper prints the arguments, not what went wrong
-        finally:
-            del self._module.forward_one, self._module.micro_batches
-        return losses
+    def _find_way(self, count: int, train: bool) -> list[Turn]:
+        """This rank's turns for so many micro-batches."""
+        ranks, per_rank = self._axis.ranks, len(self._stages_of[0])
+        if train:
+            rows = orders(runnable(self._schedule, ranks, per_rank, count), ranks, per_rank, count)
+        else:
+            rows = forward_only(self._stages_of, count)
+        return turns(rows, self._stages_of, self._axis.rank)
 
-    def _prepare(self, count: int, inputs: Tensor) -> Any:
-        """The schedule for `count` micro-batches shaped like `inputs`."""
-        key = (count, *inputs.shape)
-        if key not in self._prepared:
-            if len(self._prepared) == _MOST_PREPARED:  # on every stage at the same step: all see the same shapes
-                self._prepared.clear()
-            activation = torch.empty(
-                (*inputs.shape, self._d_model), dtype=self._dtype, device="meta", requires_grad=True
-            )
-            stage = PipelineStage(
-                self._module,
-                self.stage,
-                self.stages,
-                self._device,
-                input_args=torch.empty(1, dtype=torch.int64, device="meta") if self.is_first else activation,
-                output_args=torch.empty((), dtype=self._dtype, device="meta") if self.is_last else activation,
-                group=self._group,
-            )
-            # With fewer micro-batches than stages torch refuses 1F1B, whose first stage would be all warm-up: GPipe
-            # then takes the same time.
-            one_by_one = self._schedule == "1f1b" and count >= self.stages
-            schedule = Schedule1F1B if one_by_one else ScheduleGPipe
-            # The losses are sums over the whole global batch's targets already: nothing is to be divided.
-            self._prepared[key] = schedule(stage, count, loss_fn=_as_it_is, scale_grads=False)
-        return self._prepared[key]
+    def _receive_buffer(self, micro_batches: list[MicroBatch]) -> Callable[[], Tensor]:
+        shape = self._shape(micro_batches[0])
+        return lambda: torch.empty(shape, dtype=self._dtype, device=self._device)
 
 
-def _as_it_is(loss: Tensor, _: Tensor) -> Tensor:
-    """The stage has computed the loss."""
-    return loss
+class Post:
+    """What is on its way between this rank's stages and the others'.
+
+    buffer: makes a tensor to receive into
+    """
+
+    def __init__(self, axis: Axis, buffer: Callable[[], Tensor]) -> None:
+        self._axis, self._buffer = axis, buffer
+        self._here: dict[Message, Tensor] = {}
+        self._coming: dict[Message, Pending] = {}
+        self._leaving: deque[tuple[Pending, Tensor]] = deque()
+
+    def put(self, message: Message, x: Tensor) -> None:
+        """Have x taken by another stage of this rank, or sent at the end of this turn."""
+        self._here[message] = x.contiguous()
+
+    def take(self, message: Message) -> Tensor:
+        """What was put, or received, when it has come."""
+        if message in self._coming:
+            self._coming.pop(message).wait()
+        return self._here.pop(message)
+
+    def turn(self, turn: Turn) -> None:
+        """Send and begin to receive what the turn says."""
+        sends = [(self._here.pop(message), peer) for message, peer in turn.sends]
+        receives = [(self._buffer(), peer) for _, peer in turn.receives]
+        works = self._axis.exchange(sends, receives)
+        leaving, coming = works[: len(sends)], works[len(sends) :]
+        for (message, _), (x, _), work in zip(turn.receives, receives, coming, strict=True):
+            self._here[message], self._coming[message] = x, work
+        self._leaving.extend((work, x) for work, (x, _) in zip(leaving, sends, strict=True))
+        while len(self._leaving) > 2 * self._axis.ranks:  # what was sent long ago has been received, or soon will be
+            self._leaving.popleft()[0].wait()
+
+    def finish(self) -> None:
+        """Return when everything has left."""
+        while self._leaving:
+            self._leaving.popleft()[0].wait()

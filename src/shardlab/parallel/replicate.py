@@ -10,14 +10,16 @@ Gradients live in the buckets themselves (`parameter.grad` is a view), so nothin
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
 
+from shardlab.parallel.axis import Axis, Pending
 from shardlab.parallel.table import Entry
+
+Members = list[tuple[Entry, nn.Parameter]]
+"""Parameters, or what a rank holds of them, each with its entry of the table."""
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 """Sizes at which a bucket is closed: large enough to amortise a collective's start, the first one small so that it
@@ -25,72 +27,88 @@ leaves early. DDP's own choice (Li et al. 2020, section 3.2.3)."""
 
 
 class GradientSum:
-    """Sums the gradients of a step over the ranks of a group.
+    """Sums the gradients of a step over the ranks of an axis.
 
     A step is: `start(n)`, the backward passes of n micro-batches in any order, `finish()`. A bucket leaves as soon as
-    each of its parameters has had its n-th gradient. Every rank of the group must hold the same parameters. With
-    group None, one process, nothing is sent.
+    each of its parameters has had all its gradients. Every rank of the axis must hold the same parameters. On an axis
+    of one rank nothing is sent.
+
+    held: what the models hold, in the table's order; it is also what the optimizer trains
+    uses: by parameter, how many of this rank's models hold it: so many gradients come from a micro-batch
     """
 
-    def __init__(self, held: list[tuple[Entry, nn.Parameter]], group: ProcessGroup | None, axis: str = "replicate"):
-        self._group = group
-        self._parameters = [parameter for entry, parameter in held if axis in entry.summed_over]
+    def __init__(self, held: Members, uses: Callable[[nn.Parameter], int], axis: Axis) -> None:
+        self.trained = held
+        self._axis = axis
+        self._bucket_of: dict[nn.Parameter, int] = {}
         self._buckets: list[Tensor] = []
-        self._pending: list[int] = []
         self._members: list[int] = []
-        self._works: list[Work] = []
-        if group is not None:
-            self._fill_buckets()
+        self._pending: list[int] = []
+        self._works: list[Pending] = []
+        if axis.group is not None:
+            self._fill_buckets([parameter for entry, parameter in held if axis.name in entry.summed_over], uses)
 
-    def _fill_buckets(self) -> None:
+    def _fill_buckets(self, parameters: list[nn.Parameter], uses: Callable[[nn.Parameter], int]) -> None:
         """Cut the parameters, last first (as backward reaches them), into flat buffers that hold their gradients."""
-        bucket: list[nn.Parameter] = []
-        size = 0
-        for parameter in reversed(self._parameters):
-            bucket.append(parameter)
-            size += parameter.numel() * parameter.element_size()
-            if size >= (BUCKET_BYTES if self._buckets else FIRST_BUCKET_BYTES):
-                self._close_bucket(bucket)
-                bucket, size = [], 0
-        if bucket:
-            self._close_bucket(bucket)
-
-    def _close_bucket(self, parameters: list[nn.Parameter]) -> None:
-        number = len(self._buckets)
-        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-        first = 0
-        for parameter in parameters:
-            parameter.grad = flat[first : first + parameter.numel()].view_as(parameter)
-            first += parameter.numel()
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
-        self._buckets.append(flat)
-        self._members.append(len(parameters))
+        for bucket in buckets([(p.numel(), p.element_size()) for p in reversed(parameters)]):
+            own = [parameters[-1 - number] for number in bucket]
+            flat = torch.zeros(sum(p.numel() for p in own), dtype=own[0].dtype, device=own[0].device)
+            for parameter, gradient in zip(own, flat.split([p.numel() for p in own]), strict=True):
+                parameter.grad = gradient.view_as(parameter)
+                parameter.register_post_accumulate_grad_hook(self.arrived)
+                self._bucket_of[parameter] = len(self._buckets)
+            self._buckets.append(flat)
+            self._members.append(sum(uses(parameter) for parameter in own))
 
     def start(self, backwards: int) -> None:
         """Forget the last step's gradients; this step has so many backward passes on this rank."""
         for flat in self._buckets:
             flat.zero_()
         if not self._buckets:
-            for parameter in self._parameters:
+            for _, parameter in self.trained:
                 parameter.grad = None
         self._pending = [members * backwards for members in self._members]
 
-    def _arrived(self, number: int, _: Tensor) -> None:
-        self._pending[number] -= 1
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """A gradient has been added to a parameter's. Called by autograd's hook, or by who adds without it."""
+        if not self._buckets:
+            return
+        self._pending[self._bucket_of[parameter]] -= 1
         # In the buckets' order on every rank, or two ranks' collectives would be matched wrongly.
         while len(self._works) < len(self._buckets) and self._pending[len(self._works)] == 0:
             self._send()
 
     def _send(self) -> None:
-        flat = self._buckets[len(self._works)]
-        work = dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
-        assert work is not None  # async_op
-        self._works.append(work)
+        self._works.append(self._axis.start_sum(self._buckets[len(self._works)]))
 
     def finish(self) -> None:
-        """Send what is left and wait: every gradient is the sum over the group when this returns."""
+        """Send what is left and wait: every gradient is the sum over the axis when this returns."""
         while len(self._works) < len(self._buckets):
             self._send()
         for work in self._works:
             work.wait()
         self._works.clear()
+
+    def run(self, place: int, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Compute a place of the model: its parameters are here."""
+        return function(x)
+
+    def publish(self) -> None:
+        """After an update: every rank has made the whole of it."""
+
+    def gathered(self) -> Iterator[Members]:
+        """All that the models hold, whole."""
+        yield self.trained
+
+
+def buckets(parameters: list[tuple[int, int]]) -> list[list[int]]:
+    """Numbers of the parameters of each bucket. parameters: elements and bytes an element, in the order of backward"""
+    cut: list[list[int]] = [[]]
+    size = 0
+    for number, (elements, itemsize) in enumerate(parameters):
+        if size >= (BUCKET_BYTES if len(cut) > 1 else FIRST_BUCKET_BYTES):
+            cut.append([])
+            size = 0
+        cut[-1].append(number)
+        size += elements * itemsize
+    return cut

@@ -12,68 +12,48 @@ that split the backward pass call the backward of a Function that takes a weight
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
+
+from shardlab.parallel.axis import Axis
 
 # torch gives Function.apply no types: hence the casts and the ignored calls below.
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        summed = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
+        return ctx.axis.all_reduce(grads[0].clone(memory_format=torch.contiguous_format)), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
+        return axis.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
 
-@dataclass(frozen=True)
-class TensorAxis:
-    """A rank's place on the tensor axis. group: the ranks that hold the other slices; None where nothing is sent."""
-
-    group: ProcessGroup | None
-    rank: int
-    ranks: int
-
-    def enter(self, x: Tensor) -> Tensor:
-        """f: x itself; its gradient is summed over the axis."""
-        return x if self.group is None else cast(Tensor, _Enter.apply(x, self.group))  # type: ignore[no-untyped-call]
-
-    def leave(self, x: Tensor) -> Tensor:
-        """g: the sum of all ranks' x, in place; its gradient goes back as it is."""
-        return x if self.group is None else cast(Tensor, _Leave.apply(x, self.group))  # type: ignore[no-untyped-call]
-
-    def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """x combined over the axis, in place; outside autograd."""
-        if self.group is not None:
-            dist.all_reduce(x, op=op, group=self.group)
-        return x
+def enter(x: Tensor, axis: Axis) -> Tensor:
+    """f: x itself; its gradient is summed over the axis."""
+    return x if axis.group is None else cast(Tensor, _Enter.apply(x, axis))  # type: ignore[no-untyped-call]
 
 
-ALONE = TensorAxis(None, 0, 1)
-"""An axis of one rank."""
+def leave(x: Tensor, axis: Axis) -> Tensor:
+    """g: the sum of all ranks' x, in place; its gradient goes back as it is."""
+    return x if axis.group is None else cast(Tensor, _Leave.apply(x, axis))  # type: ignore[no-untyped-call]
 
 
 def own_indices(indices: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
@@ -86,27 +66,27 @@ def own_indices(indices: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]
     return own.masked_fill_(outside, 0), outside
 
 
-def vocabulary_embedding(indices: Tensor, weight: Tensor, first: int, axis: TensorAxis) -> Tensor:
+def vocabulary_embedding(indices: Tensor, weight: Tensor, first: int, axis: Axis) -> Tensor:
     """Rows of a weight that is split by rows: [..., d_model], the same on every rank.
 
     indices: int64 [...]; weight: [rows held, d_model], from row `first` of the whole
     """
     own, outside = own_indices(indices, first, len(weight))
-    return axis.leave(F.embedding(own, weight).masked_fill(outside.unsqueeze(-1), 0.0))
+    return leave(F.embedding(own, weight).masked_fill(outside.unsqueeze(-1), 0.0), axis)
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, valid: int, axis: TensorAxis) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, valid: int, axis: Axis) -> Tensor:
         own, outside = own_indices(targets, first, valid)
         largest = logits.new_full((len(logits),), -torch.inf)
         if valid > 0:
             torch.amax(logits[:, :valid], -1, out=largest)
-        axis.reduce(largest, dist.ReduceOp.MAX)
+        axis.all_reduce(largest, dist.ReduceOp.MAX)
         exps = (logits - largest.unsqueeze(1)).exp_()
         exps[:, valid:] = 0.0  # padding of the vocabulary is no word: it has no share in the softmax
         picked = (logits.gather(1, own.unsqueeze(1)).squeeze(1) - largest).masked_fill_(outside, 0.0)
-        sums, picked = axis.reduce(torch.stack([exps.sum(-1), picked]), dist.ReduceOp.SUM)
+        sums, picked = axis.all_reduce(torch.stack([exps.sum(-1), picked]))
         ignored = targets < 0
         ctx.save_for_backward(exps, sums, own, outside, ignored)
         loss: Tensor = (sums.log() - picked).masked_fill_(ignored, 0.0).sum()
@@ -121,7 +101,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, valid: int, axis: TensorAxis) -> Tensor:
+def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, valid: int, axis: Axis) -> Tensor:
     """Cross-entropy in nats over logits that are split by vocabulary, summed over the targets: a scalar on every rank.
 
     logits: [n, columns held], of words from `first` on; columns from `valid` on are padding

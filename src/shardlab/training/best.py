@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +25,9 @@ from shardlab.training.pulse import beat
 
 _NAMES = {torch.float32: "F32", torch.float64: "F64"}
 """What safetensors calls a dtype."""
+
+_WRITTEN = 2**20
+"""Elements written at a time."""
 
 
 def best_path(run_dir: Path) -> Path:
@@ -48,12 +52,14 @@ def save_best(training: Training, run_dir: Path) -> None:
                 file.write(header)
                 os.posix_fallocate(file.fileno(), 0, starts[""])  # a full disk shows here, not as holes
         training.mesh.wait()
-        if place["replicate"] == place["shard"] == 0:
-            with unfinished.open("r+b") as file:
-                for entry, parameter in training.held:
-                    if entry.tensor_dim is not None or place["tensor"] == 0:
-                        write_part(file, starts[entry.name], entry, training.part, parameter.detach())
-                        beat()
+        writes = place["replicate"] == place["shard"] == 0
+        with unfinished.open("r+b") if writes else nullcontext() as file:
+            for entry, parameter in (member for group in training.reducer.gathered() for member in group):
+                first = entry.layer in training.part.layers and (entry.tensor_dim is not None or place["tensor"] == 0)
+                if file is not None and first:
+                    write_part(file, starts[entry.name], entry, training.part, parameter.detach())
+                beat()
+            if file is not None:
                 file.flush()
                 os.fsync(file.fileno())
         training.mesh.wait()
@@ -91,9 +97,10 @@ def write_part(file: BinaryIO, start: int, entry: Entry, part: Part, held: Tenso
     stride = math.prod(entry.shape[dim:]) * own.itemsize
     first = part.index(entry)[dim].start * math.prod(entry.shape[dim + 1 :]) * own.itemsize
     count = math.prod(entry.shape[:dim])
-    for number, stretch in enumerate(own.reshape(count, own.numel() // count).numpy()):
+    for number, stretch in enumerate(own.reshape(count, own.numel() // count)):
         file.seek(start + number * stride + first)
-        file.write(stretch.data)
+        for some in stretch.split(_WRITTEN):
+            file.write(some.clone().numpy().data)  # a clone: memory that numpy has seen can't be given back
 
 
 @torch.no_grad()
@@ -101,7 +108,7 @@ def load_best(training: Training, run_dir: Path) -> None:
     """Put the saved values into the live parameters; every rank reads what it holds."""
     training.mesh.wait()
     with safe_open(best_path(run_dir), framework="pt", device=str(training.device)) as saved:
-        for entry, parameter in training.held:
+        for entry, parameter in (member for group in training.reducer.gathered() for member in group):
             own = saved.get_slice(entry.name)[training.part.index(entry)]
             parameter[training.part.valid(entry)].copy_(own)
             beat()

@@ -5,33 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shardlab.config.schema import Config, Precision
+from shardlab.config.schema import Config
 from shardlab.data.dataset import Batch, Dataset
 from shardlab.errors import ShardlabError
 from shardlab.models.cost import place_costs
 from shardlab.models.parameters import parameter_table
 from shardlab.models.shape import Shape, shape_of
-from shardlab.models.transformer import Transformer
+from shardlab.models.transformer import Linear, Transformer
 from shardlab.parallel.mesh import Connected
 from shardlab.parallel.microbatch import MicroBatch, parts, share, take
+from shardlab.parallel.orders import placement
 from shardlab.parallel.part import Part
-from shardlab.parallel.pipeline import Pipeline
-from shardlab.parallel.replicate import GradientSum
+from shardlab.parallel.pipeline import SPLIT, Pipeline
+from shardlab.parallel.replicate import GradientSum, Members
+from shardlab.parallel.shard import Sharded
 from shardlab.parallel.stages import cut, stage_ranges
-from shardlab.parallel.table import Entry, ParameterTable, held, materialise
+from shardlab.parallel.table import ParameterTable
+from shardlab.parallel.units import units
+from shardlab.parallel.values import held, materialise, uses
+from shardlab.parallel.weight_gradients import WeightGradients
+from shardlab.training.precision import PARAMETERS
 from shardlab.training.pulse import beat
-
-DTYPES = {Precision.fp32: torch.float32, Precision.fp64: torch.float64}
 
 
 @dataclass(frozen=True)
 class Training:
     """All that a rank trains with.
 
-    part: what this rank holds of the model; held: its parameters, in the table's order
+    models: the stages that this rank holds, by their numbers; one, number 0, where there is no pipeline
+    part: what it holds of the model in all of them; held: their parameters, in the table's order
     pipeline: None where one stage is the whole model
+    reducer: sums the gradients; its `trained` is what the optimizer updates
     """
 
     config: Config
@@ -41,11 +47,16 @@ class Training:
     shape: Shape
     table: ParameterTable
     part: Part
-    model: Transformer
+    models: dict[int, Transformer]
     pipeline: Pipeline | None
-    held: list[tuple[Entry, nn.Parameter]]
+    held: Members
     optimizer: torch.optim.Optimizer
-    gradient_sum: GradientSum
+    reducer: GradientSum | Sharded
+
+    @property
+    def head(self) -> Transformer | None:
+        """The model with the head, whose outputs are logits, if it is here."""
+        return next((model for model in self.models.values() if model.head is not None), None)
 
     def micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """This rank's share of a step's micro-batches, on its device; at least one."""
@@ -59,14 +70,20 @@ class Training:
 
 def build(config: Config, mesh: Connected, device: torch.device, dataset: Dataset) -> Training:
     """Raises ShardlabError where torch refuses the optimizer's arguments."""
+    strategy = config.strategy
     shape = shape_of(config.model, dataset.vocab_size, dataset.n_classes, dataset.max_len)
     table = parameter_table(shape)
-    layers = stage_ranges(stage_layers(config, shape, table))[mesh.place["pipeline"]]
-    part = Part(layers, mesh.tensor)
-    model = Transformer(shape, table, part)
-    dtype = DTYPES[config.precision.name]
-    materialise(model, table, part, config.seed, dtype, device, after_each=beat)
-    parameters = held(model, table)
+    stages = stage_ranges(stage_layers(config, shape, table))
+    mine = placement(strategy.schedule.name, strategy.pipeline, stages_per_rank(config))[mesh.place["pipeline"]]
+    tensor = mesh.axes["tensor"]
+    models = {stage: Transformer(shape, table, Part(stages[stage], tensor)) for stage in mine}
+    part = Part(tuple(place for stage in mine for place in stages[stage]), tensor)
+    reducer, parameters = build_parameters(config, mesh, device, table, part, [*models.values()])
+    weight_gradients = WeightGradients(reducer.arrived)
+    if strategy.schedule.name in SPLIT or strategy.shard > 1:
+        for module in (module for model in models.values() for module in model.modules()):
+            if isinstance(module, Linear):
+                module.weight_gradients = weight_gradients
     return Training(
         config=config,
         mesh=mesh,
@@ -75,26 +92,72 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
         shape=shape,
         table=table,
         part=part,
-        model=model,
-        pipeline=build_pipeline(config, mesh, dtype, device),
+        models=models,
+        pipeline=build_pipeline(config, mesh, device, weight_gradients),
         held=parameters,
-        optimizer=build_optimizer(config, [parameter for _, parameter in parameters]),
-        gradient_sum=GradientSum(parameters, mesh.groups["replicate"]),
+        optimizer=build_optimizer(config, [parameter for _, parameter in reducer.trained]),
+        reducer=reducer,
     )
+
+
+def build_parameters(
+    config: Config,
+    mesh: Connected,
+    device: torch.device,
+    table: ParameterTable,
+    part: Part,
+    models: list[nn.Module],
+) -> tuple[GradientSum | Sharded, Members]:
+    """Give the models their first values; returns who sums their gradients, and their parameters."""
+    dtype = PARAMETERS[config.precision.name]
+    if config.strategy.shard == 1:
+
+        def put(entry: object, value: Tensor) -> Tensor:
+            return value.to(device=device, dtype=dtype)
+
+        materialise(models, table, part, config.seed, put, after_each=beat)
+        parameters = held(models, table)
+        return GradientSum(parameters, uses(models), mesh.axes["replicate"]), parameters
+    axes = mesh.axes["shard"], mesh.axes["replicate"]
+    sharded = Sharded(
+        units(table, part, mesh.mesh.shard), part, config.strategy.shard_level, *axes, dtype=dtype, device=device
+    )
+    materialise(models, table, part, config.seed, sharded.put, after_each=beat)
+    parameters = held(models, table)
+    sharded.attach(parameters, uses(models))
+    return sharded, parameters
+
+
+def stages_per_rank(config: Config) -> int:
+    """How many stages each rank of a pipeline holds; config.check has settled it."""
+    return config.strategy.stages_per_rank or 1
 
 
 def stage_layers(config: Config, shape: Shape, table: ParameterTable) -> list[int]:
     """How many layers each stage has: as the config says, or by their estimated cost."""
-    return config.strategy.split or cut(place_costs(shape, table), config.strategy.pipeline)
+    return config.strategy.split or cut(place_costs(shape, table), config.strategy.pipeline * stages_per_rank(config))
 
 
-def build_pipeline(config: Config, mesh: Connected, dtype: torch.dtype, device: torch.device) -> Pipeline | None:
+def build_pipeline(
+    config: Config, mesh: Connected, device: torch.device, weight_gradients: WeightGradients
+) -> Pipeline | None:
     """This rank's end of the pipeline, if there is one."""
-    group, schedule = mesh.groups["pipeline"], config.strategy.schedule.name
-    if group is None:
+    strategy, d_model = config.strategy, config.model.d_model
+    if strategy.pipeline == 1:
         return None
-    stage, stages = mesh.place["pipeline"], mesh.mesh.pipeline
-    return Pipeline(stage, stages, group, schedule, config.model.d_model, dtype, device)
+
+    def shape(micro_batch: MicroBatch) -> tuple[int, ...]:
+        return (*micro_batch.inputs.shape, d_model)
+
+    return Pipeline(
+        mesh.axes["pipeline"],
+        strategy.schedule.name,
+        stages_per_rank(config),
+        shape,
+        PARAMETERS[config.precision.name],
+        device,
+        weight_gradients,
+    )
 
 
 def build_optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

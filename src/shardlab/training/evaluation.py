@@ -35,7 +35,8 @@ def evaluate(training: Training, split: str, batches: int | None = None) -> dict
         training.dataset, split, global_batch=config.trainer.global_batch, seed=config.seed, epoch=0, stop=batches
     ):
         for micro_batch, logits in forward_only(training, training.micro_batches(batch)):
-            loss += training.model.loss(logits, micro_batch.targets)
+            assert training.head is not None
+            loss += training.head.loss(logits, micro_batch.targets)
             confusion += count(logits, micro_batch.targets, classes)
         beat()
     totals = training.mesh.agree(training.mesh.sum(torch.cat([loss.view(1), confusion]), LOSS_AXES)).tolist()

@@ -17,7 +17,7 @@ from shardlab.config.schema import Config
 from shardlab.data.dataset import Batch, open_dataset
 from shardlab.data.prepared import read_meta
 from shardlab.data.rows import feed
-from shardlab.parallel.mesh import connect, mesh_of
+from shardlab.parallel.mesh import connect, mesh_of, name_of
 from shardlab.tracking.record import EventLog
 from shardlab.training.ask import is_pruned
 from shardlab.training.best import load_best, save_best
@@ -42,7 +42,7 @@ def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> N
     device = prepare_device(config.runtime, place)
     timeout = group_timeout(config.runtime.timeout)
     meet(place, device, timeout)
-    mesh = connect(mesh_of(config.strategy), place.rank, device.type, timeout)
+    mesh = connect(mesh_of(config.strategy), place.rank, device.type, timeout, config.strategy.reduce)
     beat()
     training = build(config, mesh, device, open_dataset(data_dir, config.dataset))
     _kept.append(training)
@@ -131,7 +131,7 @@ def start_facts(training: Training, total_steps: int, epoch_steps: int) -> dict[
     return {
         "total_steps": total_steps,
         "epoch_steps": epoch_steps,
-        "mesh": training.mesh.mesh.name,
+        "mesh": name_of(training.config.strategy),
         "ranks": training.mesh.mesh.ranks,
         "parameters": training.table.elements,
         "stages": stage_layers(training.config, training.shape, training.table),
@@ -149,7 +149,8 @@ def rank_facts(training: Training, place: Place) -> dict[str, object]:
         "pid": os.getpid(),
         "device": device_name(training.device),
         "threads": torch.get_num_threads(),
-        "layers": [int(layer) for layer in training.model.layers],
+        "layers": [int(layer) for model in training.models.values() for layer in model.layers],
         "parameters": sum(parameter.numel() for _, parameter in training.held),
+        "sent": {axis: dict(each.sent) for axis, each in training.mesh.axes.items() if each.sent},
         "peak_memory": peak_memory(training.device),
     }

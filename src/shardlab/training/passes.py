@@ -25,11 +25,12 @@ def forward_backward(
     masks: the dropout of a micro-batch
     targets: of the whole global batch, by which the loss is divided
     """
-    model = training.model
+    seed = torch.ones((), dtype=training.held[0][1].dtype, device=training.device)
 
-    def forward(x: Tensor, micro_batch: MicroBatch) -> Tensor:
+    def forward(stage: int, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         beat()  # what it waited for, in a pipeline, is here
-        y = model(x, micro_batch.lengths, masks(micro_batch))
+        model = training.models[stage]
+        y = model(x, micro_batch.lengths, masks(micro_batch), training.reducer.run)
         y = model.loss(y, micro_batch.targets) / targets if model.head is not None else y
         y.register_hook(_beat_before_backward)
         beat()
@@ -37,16 +38,16 @@ def forward_backward(
 
     total = torch.zeros((), dtype=torch.float64, device=training.device)
     if training.pipeline is not None:
-        losses = training.pipeline.forward_backward(forward, micro_batches)
+        losses = training.pipeline.forward_backward(forward, micro_batches, seed)
     else:
         losses = []
         for micro_batch in micro_batches:
-            loss = forward(micro_batch.inputs, micro_batch)
-            loss.backward()
+            loss = forward(0, micro_batch.inputs, micro_batch)
+            torch.autograd.backward(loss, seed)
             beat()
             losses.append(loss.detach())
     for loss in losses:
-        total += loss.detach()
+        total += loss
     return total
 
 
@@ -61,9 +62,9 @@ def forward_only(training: Training, micro_batches: list[MicroBatch]) -> Iterato
     To be called without gradients, and used up.
     """
 
-    def forward(x: Tensor, micro_batch: MicroBatch) -> Tensor:
+    def forward(stage: int, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         beat()
-        y: Tensor = training.model(x, micro_batch.lengths)
+        y: Tensor = training.models[stage](x, micro_batch.lengths, run=training.reducer.run)
         beat()
         return y
 
@@ -71,4 +72,4 @@ def forward_only(training: Training, micro_batches: list[MicroBatch]) -> Iterato
         yield from training.pipeline.forward(forward, micro_batches)
     else:
         for micro_batch in micro_batches:
-            yield micro_batch, forward(micro_batch.inputs, micro_batch)
+            yield micro_batch, forward(0, micro_batch.inputs, micro_batch)
