@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardlab.analysis.work import Work
@@ -128,7 +129,7 @@ class _Walk:
             self._most = parameters, gradients
 
 
-def _uses(work: Work, places: tuple[int, ...]) -> dict[int, list[tuple[Entry, bool]]]:
+def _uses(work: Work, places: Collection[int]) -> dict[int, list[tuple[Entry, bool]]]:
     """By place: the parameters whose gradients arrive there, in the order of a backward pass, each with whether it may
     be put off."""
     found: dict[int, list[tuple[Entry, bool]]] = {}
