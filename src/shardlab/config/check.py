@@ -31,6 +31,7 @@ from shardlab.config.schema import (
 )
 from shardlab.config.strategies import (
     at_least,
+    check_compile,
     check_ranks,
     check_split,
     is_classifier,
@@ -111,6 +112,7 @@ def check(config: Config, share: Share | None = None) -> Config:
     config = replace(config, strategy=settle_strategy(config.strategy))
     _check_model(config.model)
     check_split(config)
+    check_compile(config)
     check_dataset(config)
     _check_trainer(config.trainer)
     _check_shares(config)
