@@ -24,6 +24,7 @@ from shardlab.config.schema import (
     ModelConfig,
     NsmcConfig,
     Positions,
+    Precision,
     RuntimeConfig,
     StepConfig,
     TextConfig,
@@ -123,12 +124,14 @@ def check(config: Config, share: Share | None = None) -> Config:
     check_objective(config.sweep.objective, is_classifier(config))
     if config.tracking.name not in ("mlflow", "none"):
         raise ShardlabError(f"tracking.name={config.tracking.name} is unknown; it is mlflow or none")
+    runtime = _settle(config.runtime, ranks, share or whole_machine())
+    _check_precision(config.precision.name, runtime.device)
     return replace(
         config,
         ranks=ranks,
         trainer=settle_cut(config.trainer, config.strategy),
         dataset=_settle_path(config.dataset),
-        runtime=_settle(config.runtime, ranks, share or whole_machine()),
+        runtime=runtime,
     )
 
 
@@ -256,6 +259,15 @@ def _settle(runtime: RuntimeConfig, ranks: int, share: Share) -> RuntimeConfig:
         device = Device.cuda if device is Device.cuda or enough else Device.cpu
     threads = runtime.threads or max(1, share.cores // ranks)
     return replace(runtime, device=device, threads=threads)
+
+
+def _check_precision(precision: Precision, device: Device) -> None:
+    """The device must be settled. The others run on every device, and with every optimizer: it sees fp32 alone."""
+    if precision is Precision.tf32 and device is Device.cpu:
+        raise ShardlabError(
+            "precision=tf32 is a way of NVIDIA's GPUs to multiply, and this run is on the CPU; "
+            "precision=fp32, or bf16 for less exact products, would run"
+        )
 
 
 def available_cores() -> int:
