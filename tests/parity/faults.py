@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from pipeline_faults import PIPELINE_FAULTS
+from zero_faults import RING_FAULTS, ZERO_FAULTS
 
 import shardlab.models.transformer as transformer
 import shardlab.parallel.clipping as clipping
@@ -19,7 +21,6 @@ from shardlab.parallel.axis import Axis, Done
 from shardlab.parallel.dropout import Masks
 from shardlab.parallel.mesh import Connected, Mesh, connect
 from shardlab.parallel.microbatch import take
-from shardlab.parallel.pipeline import Pipeline
 from shardlab.parallel.replicate import GradientSum
 from shardlab.training.device import meet
 from shardlab.training.loop import train_rank
@@ -73,28 +74,6 @@ def reuse_a_mask() -> None:
         return drop(Masks(self.keys, torch.arange(len(self.rows)), self.p), x, site, dim, first)
 
     Masks.drop = reused  # type: ignore[method-assign]
-
-
-def swap_two_targets() -> None:
-    """The outputs of the first two micro-batches are held against each other's targets."""
-    run = Pipeline.forward_backward
-
-    def swapped(self: Pipeline, forward, micro_batches, seed):
-        a, b, *rest = micro_batches
-        return run(self, forward, [replace(a, targets=b.targets), replace(b, targets=a.targets), *rest], seed)
-
-    Pipeline.forward_backward = swapped  # type: ignore[method-assign]
-
-
-def clip_per_stage() -> None:
-    """Each stage is clipped by its own norm; the whole one is recorded."""
-    clip = step.clip
-
-    def careless(held, norm, largest):
-        own = torch.stack([p.grad.square().sum() for _, p in held]).sum().sqrt()
-        clip(held, own, largest)
-
-    step.clip = careless
 
 
 def skip_f() -> None:
@@ -152,31 +131,22 @@ class _First:
 
 
 DATA_FAULTS = (
-    "skip_all_reduce",
-    "mean_instead_of_sum",
-    "count_padding_as_targets",
-    "mean_of_micro_batch_means",
-    "reuse_a_mask",
+    skip_all_reduce,
+    mean_instead_of_sum,
+    count_padding_as_targets,
+    mean_of_micro_batch_means,
+    reuse_a_mask,
 )
-"""Those that data parallel ranks can have."""
-
+TENSOR_FAULTS = (
+    skip_f,
+    bias_on_every_rank,
+    fan_of_the_shard,
+    masks_of_the_first_slice,
+    count_padded_words,
+    count_replicated_twice,
+)
 FAULTS = {
-    fault.__name__: fault
-    for fault in (
-        skip_all_reduce,
-        mean_instead_of_sum,
-        count_padding_as_targets,
-        mean_of_micro_batch_means,
-        reuse_a_mask,
-        swap_two_targets,
-        clip_per_stage,
-        skip_f,
-        bias_on_every_rank,
-        fan_of_the_shard,
-        masks_of_the_first_slice,
-        count_padded_words,
-        count_replicated_twice,
-    )
+    fault.__name__: fault for fault in (*DATA_FAULTS, *TENSOR_FAULTS, *PIPELINE_FAULTS, *ZERO_FAULTS, *RING_FAULTS)
 }
 
 

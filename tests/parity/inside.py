@@ -23,16 +23,23 @@ _kept: list[object] = []
 """Holds what must outlive the process group; see training/loop.py."""
 
 
+def prepared(overrides: list[str]) -> tuple[Config, Path]:
+    """The config, and the folder of its data."""
+    config = check(compose([*overrides, "runtime.threads=1"]).config)
+    return config, prepare(config.dataset)
+
+
 def in_ranks(function: str, overrides: list[str], folder: Path, *further: object) -> list:
     """Call "module:function"(place, config, data_dir, *further) in the ranks of a config; what each gave, by rank."""
-    config = check(compose([*overrides, "runtime.threads=1"]).config)
-    return run_ranks(function, (config, prepare(config.dataset), *further), config.ranks, log_dir=folder)
+    config, data_dir = prepared(overrides)
+    return run_ranks(function, (config, data_dir, *further), config.ranks, log_dir=folder)
 
 
 def begin(place: Place, config: Config, data_dir: Path) -> Training:
     """Meet the other ranks, and build this one's part."""
     torch.set_num_threads(1)
-    meet(place, CPU, 60.0)
+    if not torch.distributed.is_initialized():
+        meet(place, CPU, 60.0)
     mesh = connect(mesh_of(config.strategy), place.rank, "cpu", 60.0, config.strategy.reduce)
     training = build(config, mesh, CPU, open_dataset(data_dir, config.dataset))
     _kept.append(training)
