@@ -55,12 +55,13 @@ BOUNDS = {
 class Outcome:
     """What a run left behind.
 
-    losses, norms: of each step; evaluations: (split and step, loss)
+    losses, norms: of each step; the norm of one that fp16 skipped is None
+    evaluations: (split and step, loss)
     weights: after the last step, by canonical name
     """
 
     losses: list[float]
-    norms: list[float]
+    norms: list[float | None]
     evaluations: list[tuple[str, float]]
     weights: Mapping[str, NDArray[Any]]
 
@@ -102,7 +103,8 @@ def outcome_of(events: Iterable[Mapping[str, Any]], weights: Mapping[str, NDArra
             steps.append(event)
         elif event["event"] == "eval":
             evaluations.append((f"{event['split']} at step {event['step']}", event["loss"]))
-    return Outcome([e["loss"] for e in steps], [e["grad_norm"] for e in steps], evaluations, weights)
+    norms = [None if event.get("skipped") else event["grad_norm"] for event in steps]
+    return Outcome([event["loss"] for event in steps], norms, evaluations, weights)
 
 
 def compare(reference: Outcome, other: Outcome, bounds: Bounds) -> list[Apart]:
@@ -135,8 +137,10 @@ def _apart(quantity: str, differences: list[tuple[float, str, float]]) -> Apart:
     return Apart(quantity, largest, at, next((each for each in differences if each[0] > each[2]), None))
 
 
-def of_numbers(a: float, b: float) -> float:
-    """|a-b| / |a|; inf where one isn't finite."""
+def of_numbers(a: float | None, b: float | None) -> float:
+    """|a-b| / |a|; inf where one isn't finite, or one alone is None."""
+    if a is None or b is None:
+        return 0.0 if a is b else math.inf
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     if a == b:
