@@ -94,15 +94,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         small = ["model=tiny", "precision=fp64", "trainer.steps=3", "trainer.eval_batches=1"]
-        losses = [
-            run(folder / f"same-{where}", [*small, f"runtime.device={where}"]).losses for where in ("cpu", asked.device)
-        ]
+        places = enumerate(("cpu", asked.device))
+        losses = [run(folder / f"same-{n}", [*small, f"runtime.device={where}"]).losses for n, where in places]
         apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
         print(f"fp64, three steps of tiny: the losses differ from the CPU's by at most {apart:.1e}")
-        for what, overrides, precision in CASES:
+        for number, (what, overrides, precision) in enumerate(CASES):
             if precision == "tf32" and device.type != "cuda":
                 continue
-            record = run(folder / what.replace(" ", ""), [*common, *overrides])
+            record = run(folder / f"case-{number}", [*common, *overrides])
             events = [event for event in record.events if event["event"] == "step"][WARM_UP:]
             start = next(event for event in record.events if event["event"] == "start")
             tokens = statistics.median(event["tokens"] / event["seconds"] for event in events)

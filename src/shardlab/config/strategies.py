@@ -23,6 +23,9 @@ PRESETS = {
 LEVELS = {"zero1": ShardLevel.optimizer, "zero2": ShardLevel.gradients, "zero3": ShardLevel.parameters}
 """What the packaged ZeRO strategies shard."""
 
+NEEDS = {"pipeline": ("schedule", "split", "stages_per_rank"), "tensor": ("sequence_parallel",)}
+"""Keys of a strategy that only one axis uses."""
+
 MICRO_BATCHES_PER_STAGE = 4
 """For each rank at least, of a pipeline that is not told how to cut: then the bubble is small (Huang et al. 2019,
 section 2.3)."""
@@ -76,12 +79,14 @@ def is_classifier(config: Config) -> bool:
 
 
 def settle_strategy(strategy: StrategyConfig) -> StrategyConfig:
-    """The strategy with the number of stages that a rank of a pipeline holds; without one, what only it would use is as
-    if it had not been named.
+    """The strategy with the number of stages that a rank of a pipeline holds; what only a pipeline would use, or only a
+    tensor axis, is without one as if it had not been named.
 
     Raises ShardlabError where the schedule is made for another number of stages.
     """
     at_least("strategy.stages_per_rank", strategy.stages_per_rank, 1)
+    if strategy.tensor == 1:
+        strategy = replace(strategy, sequence_parallel=False)
     if strategy.pipeline == 1:
         return replace(strategy, split=None, schedule=Schedule["1f1b"], stages_per_rank=1)
     wanted = strategy.stages_per_rank
@@ -152,18 +157,21 @@ def _check_layers(split: list[int], stages: int, n_layers: int) -> None:
 def schedule_notes(config: Config, overrides: list[str]) -> list[str]:
     """What the user should know of a checked config: what is left unused, or replaced."""
     strategy, trainer = config.strategy, config.trainer
-    if strategy.pipeline == 1:
-        keys = ("schedule", "split", "stages_per_rank")
+    notes = []
+    for axis, keys in NEEDS.items():
         given = [key for key in keys if any(o.startswith(f"strategy.{key}=") for o in overrides)]
-        return [f"strategy.pipeline=1: strategy.{key} is left unused" for key in given]
+        if getattr(strategy, axis) == 1:
+            notes += [f"strategy.{axis}=1: strategy.{key} is left unused" for key in given]
+    if strategy.pipeline == 1:
+        return notes
     parts = trainer.micro_batches or -(-trainer.global_batch // (trainer.micro_batch or trainer.global_batch))
     of_a_copy = -(-parts // (strategy.replicate * strategy.shard))
     schedule, per_rank = strategy.schedule.name, strategy.stages_per_rank or 1
     runs = runnable(schedule, strategy.pipeline, per_rank, of_a_copy)
     if runs != schedule:
         number = f"{of_a_copy} micro-batch{'es' * (of_a_copy > 1)} a copy"
-        return [f"{number} on {strategy.pipeline * per_rank} stages: {runs} takes the place of {schedule}"]
-    return []
+        notes.append(f"{number} on {strategy.pipeline * per_rank} stages: {runs} takes the place of {schedule}")
+    return notes
 
 
 def settle_cut(trainer: TrainerConfig, strategy: StrategyConfig) -> TrainerConfig:

@@ -21,14 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardlab.config.schema import Activation, Norm, Positions
+from shardlab.models.layers import Embedding, LayerNorm, Linear, RowLinear
 from shardlab.models.parameters import parameter_table
 from shardlab.models.shape import Shape
 from shardlab.parallel.dropout import Masks
 from shardlab.parallel.loss import summed_cross_entropy
-from shardlab.parallel.part import Part, span
+from shardlab.parallel.part import Part, Span, span
+from shardlab.parallel.sequence import crossing, first_tokens
 from shardlab.parallel.table import ParameterTable
-from shardlab.parallel.tensor import enter, leave, vocabulary_cross_entropy, vocabulary_embedding
-from shardlab.parallel.weight_gradients import WeightGradients, product
+from shardlab.parallel.tensor import vocabulary_cross_entropy
 
 Run = Callable[[int, Callable[[Tensor], Tensor], Tensor], Tensor]
 """Computes a place of the model (-1, the embedding, to n_layers, norm and head) by a function of its input. Whoever
@@ -75,67 +76,6 @@ def attention_mask(lengths: Tensor, seq: int, causal: bool) -> Tensor:
     return hidden | (places > places[:, None]) if causal else hidden
 
 
-class _Parameters(nn.Module):
-    """A module whose parameters are named and shaped by the table; on the meta device until materialised."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter
-
-    def __init__(self, table: ParameterTable, part: Part, name: str) -> None:
-        super().__init__()
-        self.axis = part.axis
-        for leaf in ("weight", "bias"):
-            if entry := table.entries.get(f"{name}.{leaf}"):
-                self.register_parameter(leaf, nn.Parameter(torch.empty(part.shape(entry), device="meta")))
-
-
-class Linear(_Parameters):
-    """x @ weight.T + bias, with any number of dims of features on either side flattened to one.
-
-    weight_gradients: who computes the product and its gradients, where they may come later or the weight may be away
-    """
-
-    weight_gradients: WeightGradients | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., inputs]; returns [..., outputs]"""
-        return self.product(x, self.bias)
-
-    def product(self, x: Tensor, bias: nn.Parameter | None) -> Tensor:
-        """x @ weight.T, and a bias."""
-        if self.weight_gradients is not None:
-            return self.weight_gradients.product(x, self.weight, bias)
-        return product(x, self.weight.reshape(-1, x.shape[-1]), None if bias is None else bias.flatten())
-
-
-class RowLinear(Linear):
-    """The same where the tensor axis cuts the inputs: each rank's product is a summand, and the bias enters once."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., inputs held]; returns [..., outputs], whole on every rank"""
-        if self.axis.ranks == 1:
-            return self.product(x, self.bias)
-        return leave(self.product(x, None), self.axis) + self.bias
-
-
-class LayerNorm(_Parameters):
-    """Layer normalisation over the features, eps 1e-5 as in torch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., d_model]"""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias)
-
-
-class Embedding(_Parameters):
-    """A row of the weight for each index; the tensor axis cuts the weight by rows."""
-
-    def forward(self, indices: Tensor) -> Tensor:
-        """indices: int64 [...]; returns [..., d_model]"""
-        if self.axis.ranks == 1:
-            return F.embedding(indices, self.weight)
-        return vocabulary_embedding(indices, self.weight, self.axis.rank * len(self.weight), self.axis)
-
-
 class Attention(nn.Module):
     """Multi-head self-attention."""
 
@@ -144,12 +84,14 @@ class Attention(nn.Module):
         self.qkv = Linear(table, part, f"{name}.qkv")
         self.out = RowLinear(table, part, f"{name}.out")
         self._axis = part.axis
+        self._enter, _ = crossing(part)
 
     def forward(self, x: Tensor, hidden: Tensor, masks: Masks | None, site: int) -> Tensor:
-        """x: [rows, seq, d_model]; hidden: see `attention_mask`; site: of the probabilities' dropout"""
+        """x: [rows, positions held, d_model]; hidden: see `attention_mask`; site: of the probabilities' dropout"""
+        x = self._enter(x, self._axis)
         rows, seq, _ = x.shape
         _, n_heads, d_head, _ = self.qkv.weight.shape  # the heads that are here
-        q, k, v = self.qkv(enter(x, self._axis)).view(rows, seq, 3, n_heads, d_head).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).view(rows, seq, 3, n_heads, d_head).permute(2, 0, 3, 1, 4)
         scores = (q * d_head**-0.5) @ k.transpose(-2, -1)
         probabilities = scores.masked_fill(hidden, -math.inf).softmax(-1)
         if masks is not None:
@@ -166,11 +108,12 @@ class FeedForward(nn.Module):
         self.up = Linear(table, part, f"{name}.up")
         self.down = RowLinear(table, part, f"{name}.down")
         self._axis = part.axis
+        self._enter, _ = crossing(part)
         self._activation = F.relu if activation is Activation.relu else F.gelu
 
     def forward(self, x: Tensor, masks: Masks | None, site: int) -> Tensor:
-        """x: [rows, seq, d_model]"""
-        x = self._activation(self.up(enter(x, self._axis)))
+        """x: [rows, positions held, d_model]"""
+        x = self._activation(self.up(self._enter(x, self._axis)))
         if masks is not None:
             x = masks.drop(x, site, dim=2, first=self._axis.rank * x.shape[2])
         return cast(Tensor, self.down(x))
@@ -188,13 +131,14 @@ class Block(nn.Module):
         self.feed_forward_norm = LayerNorm(table, part, f"{name}.feed_forward_norm")
         self._pre = shape.norm is Norm.pre
         self._first_site = 1 + layer * len(BLOCK_SITES)
+        self._rank = part.axis.rank if part.sequence_parallel else 0
 
     def forward(self, x: Tensor, hidden: Tensor, masks: Masks | None) -> Tensor:
-        """x: [rows, seq, d_model]; hidden: see `attention_mask`; masks None: nothing is dropped"""
+        """x: [rows, positions held, d_model]; hidden: see `attention_mask`; masks None: nothing is dropped"""
         first = self._first_site
 
         def dropped(y: Tensor, site: int) -> Tensor:
-            return y if masks is None else masks.drop(y, site)
+            return y if masks is None else masks.drop(y, site, first=self._rank * y.shape[1])
 
         if self._pre:
             x = x + dropped(self.attention(self.attention_norm(x), hidden, masks, first), first + 1)
@@ -226,35 +170,53 @@ class Transformer(nn.Module):
         self.head = Linear(table, part, "head") if end in part.layers else None
         self._sinusoid = torch.empty(0)
 
-    def forward(self, x: Tensor, lengths: Tensor, masks: Masks | None = None, run: Run = plainly) -> Tensor:
-        """Logits: [rows, seq, words held] of a language model, [rows, classes] of a classifier; [rows, seq, d_model]
-        where the head is another rank's.
+    def forward(
+        self,
+        x: Tensor,
+        lengths: Tensor,
+        masks: Masks | None = None,
+        run: Run = plainly,
+        seq: int | None = None,
+    ) -> Tensor:
+        """Logits: [rows, seq, words held] of a language model, [rows, classes] of a classifier; [rows, positions held,
+        d_model] where the head is another rank's.
 
-        x: int64 [rows, seq], or [rows, seq, d_model] where the embedding is another rank's
+        x: int64 [rows, seq], or [rows, positions held, d_model] where the embedding is another rank's
         lengths: int64 [rows], positions from there on are padding
         masks: the micro-batch's dropout; None drops nothing
         run: computes each place
+        seq: of the whole sequences, where x may be a slice of them; by default x's
         """
-        hidden = attention_mask(lengths, x.shape[1], self.shape.causal)
+        seq = seq or x.shape[1]
+        hidden = attention_mask(lengths, self._padded(seq), self.shape.causal)
         if self.embedding is not None:
             x = run(-1, partial(self._embed, masks=masks), x)
         for layer, block in self.layers.items():
             x = run(int(layer), partial(block, hidden=hidden, masks=masks), x)
-        return x if self.head is None else run(self.shape.n_layers, self._logits, x)
+        return x if self.head is None else run(self.shape.n_layers, partial(self._logits, seq=seq), x)
+
+    def _padded(self, seq: int) -> int:
+        """Positions of a sequence where it is whole: with padding, if slices of it could not be equal without."""
+        return self.part.positions(seq).size * (self.part.axis.ranks if self.part.sequence_parallel else 1)
 
     def _embed(self, indices: Tensor, masks: Masks | None) -> Tensor:
-        """[rows, seq, d_model] of int64 [rows, seq]."""
+        """[rows, positions held, d_model] of int64 [rows, seq]."""
         assert self.embedding is not None
-        x = self.embedding(indices) * math.sqrt(self.shape.d_model) + self._position_vectors(indices.shape[1])
-        return x if masks is None else masks.drop(x, 0)
+        seq = indices.shape[1]
+        own = self.part.positions(seq)
+        x = self.embedding(F.pad(indices, (0, self._padded(seq) - seq)))
+        x = x * math.sqrt(self.shape.d_model) + self._position_vectors(own)
+        return x if masks is None else masks.drop(x, 0, first=own.first)
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, seq: int) -> Tensor:
         assert self.head is not None
         if self.shape.norm is Norm.pre:
             x = self.norm(x)
         if not self.shape.causal:
-            return cast(Tensor, self.head(x[:, 0]))
-        return cast(Tensor, self.head(enter(x, self.part.axis)))
+            return cast(Tensor, self.head(first_tokens(x, self.part)))
+        enter, _ = crossing(self.part)
+        x = enter(x, self.part.axis)
+        return cast(Tensor, self.head(x if x.shape[1] == seq else x[:, :seq]))
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy in nats, summed over the targets that are not IGNORE: a scalar.
@@ -267,12 +229,14 @@ class Transformer(nn.Module):
         flat = logits.flatten(0, -2), targets.flatten()
         return vocabulary_cross_entropy(*flat, words.first, words.valid, self.part.axis)
 
-    def _position_vectors(self, seq: int) -> Tensor:
-        """[seq, d_model] in the parameters' dtype, on their device."""
+    def _position_vectors(self, own: Span) -> Tensor:
+        """[positions held, d_model] in the parameters' dtype, on their device."""
+        stop = own.first + own.size
         if self.shape.positions is Positions.learned:
-            return self.positions.weight[:seq]
+            learned = self.positions.weight[own.first : own.first + own.valid]
+            return learned if own.valid == own.size else F.pad(learned, (0, 0, 0, own.size - own.valid))
         assert self.embedding is not None
         like = self.embedding.weight
-        if self._sinusoid.shape[0] < seq or self._sinusoid.dtype != like.dtype or self._sinusoid.device != like.device:
-            self._sinusoid = sinusoid(seq, self.shape.d_model).to(like)
-        return self._sinusoid[:seq]
+        if len(self._sinusoid) < stop or self._sinusoid.dtype != like.dtype or self._sinusoid.device != like.device:
+            self._sinusoid = sinusoid(stop, self.shape.d_model).to(like)
+        return self._sinusoid[own.first : stop]

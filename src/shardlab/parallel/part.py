@@ -44,10 +44,16 @@ class Part:
     """layers: places along the pipeline that are here, -1 (embedding) to n_layers (final norm and head).
 
     axis: the tensor axis, or as much of it as its rank and size
+    sequence_parallel: between matrices that the axis cuts, this rank holds a slice of each sequence (sequence.py)
     """
 
     layers: Collection[int]
     axis: Axis = field(default_factory=lambda: Axis("tensor"))
+    sequence_parallel: bool = False
+
+    def positions(self, seq: int) -> Span:
+        """What is here of sequences between the matrices: all positions, or a slice, with the padding behind them."""
+        return span(seq, self.axis) if self.sequence_parallel else Span(0, seq, seq)
 
     def span(self, entry: Entry) -> Span | None:
         """The slice of its tensor dim that is here; None where the parameter is not cut."""

@@ -12,6 +12,7 @@ that split the backward pass call the backward of a Function that takes a weight
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -66,10 +67,13 @@ def own_indices(indices: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]
     return own.masked_fill_(outside, 0), outside
 
 
-def vocabulary_embedding(indices: Tensor, weight: Tensor, first: int, axis: Axis) -> Tensor:
+def vocabulary_embedding(
+    indices: Tensor, weight: Tensor, first: int, axis: Axis, leave: Callable[[Tensor, Axis], Tensor] = leave
+) -> Tensor:
     """Rows of a weight that is split by rows: [..., d_model], the same on every rank.
 
     indices: int64 [...]; weight: [rows held, d_model], from row `first` of the whole
+    leave: adds up what the ranks found
     """
     own, outside = own_indices(indices, first, len(weight))
     return leave(F.embedding(own, weight).masked_fill(outside.unsqueeze(-1), 0.0), axis)

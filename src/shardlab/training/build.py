@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,10 @@ from shardlab.config.schema import Config
 from shardlab.data.dataset import Batch, Dataset
 from shardlab.errors import ShardlabError
 from shardlab.models.cost import place_costs
+from shardlab.models.layers import Linear
 from shardlab.models.parameters import parameter_table
 from shardlab.models.shape import Shape, shape_of
-from shardlab.models.transformer import Linear, Transformer
+from shardlab.models.transformer import Transformer
 from shardlab.parallel.mesh import Connected
 from shardlab.parallel.microbatch import MicroBatch, parts, share, take
 from shardlab.parallel.orders import placement
@@ -72,12 +74,12 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
     """Raises ShardlabError where torch refuses the optimizer's arguments."""
     strategy = config.strategy
     shape = shape_of(config.model, dataset.vocab_size, dataset.n_classes, dataset.max_len)
-    table = parameter_table(shape)
+    table = parameter_table(shape, strategy.sequence_parallel)
     stages = stage_ranges(stage_layers(config, shape, table))
     mine = placement(strategy.schedule.name, strategy.pipeline, stages_per_rank(config))[mesh.place["pipeline"]]
-    tensor = mesh.axes["tensor"]
-    models = {stage: Transformer(shape, table, Part(stages[stage], tensor)) for stage in mine}
-    part = Part(tuple(place for stage in mine for place in stages[stage]), tensor)
+    of = partial(Part, axis=mesh.axes["tensor"], sequence_parallel=strategy.sequence_parallel)
+    models = {stage: Transformer(shape, table, of(stages[stage])) for stage in mine}
+    part = of(tuple(place for stage in mine for place in stages[stage]))
     reducer, parameters = build_parameters(config, mesh, device, table, part, [*models.values()])
     weight_gradients = WeightGradients(reducer.arrived)
     if strategy.schedule.name in SPLIT or strategy.shard > 1:
@@ -93,7 +95,7 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
         table=table,
         part=part,
         models=models,
-        pipeline=build_pipeline(config, mesh, device, weight_gradients),
+        pipeline=build_pipeline(config, mesh, device, part, weight_gradients),
         held=parameters,
         optimizer=build_optimizer(config, [parameter for _, parameter in reducer.trained]),
         reducer=reducer,
@@ -139,7 +141,7 @@ def stage_layers(config: Config, shape: Shape, table: ParameterTable) -> list[in
 
 
 def build_pipeline(
-    config: Config, mesh: Connected, device: torch.device, weight_gradients: WeightGradients
+    config: Config, mesh: Connected, device: torch.device, part: Part, weight_gradients: WeightGradients
 ) -> Pipeline | None:
     """This rank's end of the pipeline, if there is one."""
     strategy, d_model = config.strategy, config.model.d_model
@@ -147,7 +149,8 @@ def build_pipeline(
         return None
 
     def shape(micro_batch: MicroBatch) -> tuple[int, ...]:
-        return (*micro_batch.inputs.shape, d_model)
+        rows, seq = micro_batch.inputs.shape
+        return rows, part.positions(seq).size, d_model
 
     return Pipeline(
         mesh.axes["pipeline"],

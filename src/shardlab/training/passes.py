@@ -7,10 +7,13 @@ without a pipeline the micro-batches go one after the other, with one as its sch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from shardlab.config.schema import Checkpoint
 from shardlab.parallel.dropout import Masks
 from shardlab.parallel.microbatch import MicroBatch
 from shardlab.training.build import Training
@@ -27,10 +30,13 @@ def forward_backward(
     """
     seed = torch.ones((), dtype=training.held[0][1].dtype, device=training.device)
 
+    checkpointed = checkpointed_micro_batches(training.config.strategy.activation_checkpoint, micro_batches)
+
     def forward(stage: int, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         beat()  # what it waited for, in a pipeline, is here
         model = training.models[stage]
-        y = model(x, micro_batch.lengths, masks(micro_batch), training.reducer.run)
+        run = partial(_checkpointed, training) if micro_batch.number in checkpointed else training.reducer.run
+        y = model(x, micro_batch.lengths, masks(micro_batch), run, micro_batch.inputs.shape[1])
         y = model.loss(y, micro_batch.targets) / targets if model.head is not None else y
         y.register_hook(_beat_before_backward)
         beat()
@@ -51,6 +57,27 @@ def forward_backward(
     return total
 
 
+def checkpointed_micro_batches(which: Checkpoint, micro_batches: list[MicroBatch]) -> set[int]:
+    """The numbers of those micro-batches of a rank's step whose layers keep their inputs alone for backward."""
+    if which is Checkpoint.never:
+        return set()
+    kept = micro_batches[-1:] if which is Checkpoint.except_last else []
+    return {micro_batch.number for micro_batch in micro_batches} - {micro_batch.number for micro_batch in kept}
+
+
+def _checkpointed(training: Training, place: int, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute a place of the model; a layer keeps nothing but its input, and is computed again in backward.
+
+    The reducer stands outside: when the layer is computed again, its parameters have just been gathered for backward.
+    Nothing random needs to be kept: the masks are a function of the step.
+
+    Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+    """
+    if 0 <= place < training.shape.n_layers:
+        function = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+    return training.reducer.run(place, function, x)
+
+
 def _beat_before_backward(_: Tensor) -> None:
     """In a pipeline the schedule calls backward, when the gradient has come."""
     beat()
@@ -64,7 +91,8 @@ def forward_only(training: Training, micro_batches: list[MicroBatch]) -> Iterato
 
     def forward(stage: int, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         beat()
-        y: Tensor = training.models[stage](x, micro_batch.lengths, run=training.reducer.run)
+        seq = micro_batch.inputs.shape[1]
+        y: Tensor = training.models[stage](x, micro_batch.lengths, run=training.reducer.run, seq=seq)
         beat()
         return y
 

@@ -13,6 +13,7 @@ from shardlab.parallel.dropout import Masks, step_keys
 from shardlab.parallel.loss import count_targets
 from shardlab.parallel.mesh import LOSS_AXES
 from shardlab.parallel.microbatch import MicroBatch
+from shardlab.parallel.sequence import sum_slices
 from shardlab.parallel.tied import sum_tied
 from shardlab.training.build import Training
 from shardlab.training.passes import forward_backward
@@ -55,6 +56,7 @@ def gradients(training: Training, batch: Batch, step: int) -> torch.Tensor:
     reducer.start(len(mine))
     loss = forward_backward(training, mine, masks, count_targets(batch.targets))
     reducer.finish()
+    sum_slices(reducer.trained, training.mesh.axes["tensor"])
     sum_tied(reducer.trained, training.table, training.part, training.mesh.axes["pipeline"])
     beat()
     return training.mesh.sum(loss, LOSS_AXES)
