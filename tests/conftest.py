@@ -26,6 +26,7 @@ def _own_folder(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("SHARDLAB_CACHE", str(cache))
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # each command would compile our sources anew
     path = os.environ.get("PYTHONPATH")
     monkeypatch.setenv("PYTHONPATH", f"{SOURCE}{os.pathsep}{path}" if path else str(SOURCE))
 

@@ -11,6 +11,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 
+LIGHT = "from shardlab.launch import fork_server\nfork_server.PRELOAD = fork_server.PRELOAD[:2]\n"
+"""Begins the code of a launcher whose ranks don't train: all that training imports takes its fork server seconds."""
+
+WITH_TORCH = f"{LIGHT}fork_server.PRELOAD += ['torch.distributed']\n"
+"""The same, for ranks that meet in collectives."""
+
 
 class Launcher:
     """A Python process of its own session that runs `code`; every process that comes from it carries a mark."""

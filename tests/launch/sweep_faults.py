@@ -1,5 +1,6 @@
-"""A sweep's jobs that go wrong: the real training, of which one rank meets the fault that the job's seed asks for."""
+"""A sweep's jobs that go wrong: one rank meets the fault that the job's seed asks for, in training or in its place."""
 
+import math
 import os
 import signal
 import sys
@@ -20,16 +21,9 @@ def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> N
     """shardlab.training.loop.train_rank, after the fault of rank 1 if the seed has one."""
     from shardlab.training import loop
 
-    if place.rank == 0:
-        with Path(COUNT).open("a") as file:
-            file.write(f"{config.seed}\n")
-    mood = os.environ.get("SHARDLAB_TEST_MOOD", "faulty")
-    fault = FAULTS.get(config.seed, "") if mood == "faulty" and place.rank == place.ranks - 1 else ""
-    real = loop.train_step
+    fault, real = begin(place, config), loop.train_step
 
     def step(*arguments: object) -> object:
-        if mood == "slow":
-            time.sleep(2)
         meet(fault)
         return real(*arguments)  # type: ignore[arg-type]
 
@@ -37,8 +31,44 @@ def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> N
     loop.train_rank(place, config, run_dir, data_dir)
 
 
+def record_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> None:
+    """Stand for train_rank, without torch: a record with a step each 20th of a second, and the fault."""
+    from shardlab.tracking.record import EventLog
+
+    fault, steps = begin(place, config), config.trainer.steps
+    log = EventLog(run_dir / ("events.jsonl" if place.rank == 0 else f"rank-{place.rank}.jsonl"))
+    if place.rank == 0:
+        log.write("start", total_steps=steps, parameters=9, ranks=place.ranks)
+    for step in range(1, steps + 1):
+        time.sleep(0.05)
+        meet(fault)
+        if place.rank == 0:
+            log.write("step", step=step, epoch=0, loss=1 / step, grad_norm=0.1, lr=0.5, tokens=10, seconds=0.05)
+    if place.rank == 0:
+        loss = 0.3 if config.optimizer.lr < 1 else math.nan
+        log.write("eval", split="val", step=steps, loss=loss, perplexity=1.3)
+        log.write("best", step=steps, loss=loss)
+    log.write("rank", rank=place.rank, peak_memory=100, device="cpu")
+
+
+def begin(place: Place, config: Config) -> str:
+    """Count the job; returns the fault that this rank is to meet."""
+    if place.rank == 0:
+        with Path(COUNT).open("a") as file:
+            file.write(f"{config.seed}\n")
+    faulty = mood() == "faulty" and place.rank == place.ranks - 1
+    return FAULTS.get(config.seed, "") if faulty else ""
+
+
+def mood() -> str:
+    """What the test wants of all ranks: faulty, slow or mended."""
+    return os.environ.get("SHARDLAB_TEST_MOOD", "faulty")
+
+
 def meet(fault: str) -> None:
-    """Go wrong."""
+    """Go wrong, before a step."""
+    if mood() == "slow":
+        time.sleep(2)
     if fault == "exception":
         raise ValueError("the loss is made of cheese")
     if fault == "kill":

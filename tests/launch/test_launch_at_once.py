@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_processes import Launcher, wait_until
+from launch_processes import WITH_TORCH, Launcher, wait_until
 
 from shardlab.launch.ranks import RanksFailed, run_ranks
 from shardlab.launch.signals import Stop, Stopped
@@ -116,7 +116,7 @@ signals.check()
     ],
 )
 def test_a_signal_ends_the_launches_of_all_threads(tmp_path: Path, sent, whom, end: str, status: int) -> None:
-    launcher = Launcher(TWO, tmp_path)
+    launcher = Launcher(WITH_TORCH + TWO, tmp_path)
     try:
         assert wait_until(lambda: len(list(tmp_path.glob("*/*.ready"))) == 4, 60)
         whom(launcher.process.pid, sent)

@@ -86,29 +86,30 @@ def test_a_run_as_srun_starts_it_is_the_plain_one_bit_for_bit(tmp_path: Path, pl
 
 
 FAULTS = [
-    # fault        rank    reason in the record
-    ("value error", 1, "rank 1 raised ValueError: the step is broken"),
-    ("value error", 0, "rank 0 raised ValueError: the step is broken"),
-    ("kill", 1, "rank 1 was killed by SIGKILL (out of memory?)"),
-    ("leave", 1, "rank 1 left with exit status 7 before it had finished"),
+    # started by    fault   rank    reason in the record
+    ("torchrun", "value error", 1, "rank 1 raised ValueError: the step is broken"),
+    ("srun", "value error", 0, "rank 0 raised ValueError: the step is broken"),
+    ("torchrun", "kill", 1, "rank 1 was killed by SIGKILL (out of memory?)"),
+    ("srun", "leave", 1, "rank 1 left with exit status 7 before it had finished"),
 ]
 
 
-@pytest.mark.parametrize(("fault", "rank", "reason"), FAULTS)
+@pytest.mark.parametrize(("by", "fault", "rank", "reason"), FAULTS)
 def test_a_rank_that_fails_ends_the_job_and_is_named_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, rank: int, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, fault: str, rank: int, reason: str
 ) -> None:
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULT_RANK", str(rank))
-    launcher = torchrun(tmp_path, *SHORT, "run_dir=run")
+    words = [*SHORT, "run_dir=run"]
+    launchers = srun(tmp_path, *words) if by == "srun" else [torchrun(tmp_path, *words)]
     try:
-        assert launcher.end(SECONDS) == 1, launcher.output
-        assert launcher.left_after(10) == []
+        assert {launcher.end(SECONDS) for launcher in launchers} == {1}, _outputs(launchers)
+        assert all(launcher.left_after(10) == [] for launcher in launchers)
     finally:
-        launcher.kill()
+        kill_all(*launchers)
     record = RunRecord.load(tmp_path / "run")
     assert (record.status, record.reason) == ("FAILED", reason)
-    assert len(lines(launcher, reason)) == 1, launcher.output
+    assert [len(lines(launcher, reason)) for launcher in launchers] == [1, 0][: len(launchers)], _outputs(launchers)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -117,7 +118,7 @@ def test_a_rank_that_hangs_is_named_whichever_launcher_it_has(
 ) -> None:
     monkeypatch.setenv("FAULT", "wait")
     monkeypatch.setenv("FAULT_RANK", str(rank))
-    launchers = srun(tmp_path, *SHORT, "run_dir=run", "runtime.timeout=20")
+    launchers = srun(tmp_path, *SHORT, "run_dir=run", "runtime.timeout=10")
     try:
         assert [launcher.end(SECONDS) for launcher in launchers] == [1, 1], launchers[0].output
         assert [launcher.left_after(10) for launcher in launchers] == [[], []]
@@ -125,7 +126,7 @@ def test_a_rank_that_hangs_is_named_whichever_launcher_it_has(
         kill_all(*launchers)
     reason = RunRecord.load(tmp_path / "run").reason
     assert reason is not None
-    assert reason.startswith(f"rank {rank} hangs: silent for 20 s (runtime.timeout), in _wait at launch_faults.py:")
+    assert reason.startswith(f"rank {rank} hangs: silent for 10 s (runtime.timeout), in _wait at launch_faults.py:")
 
 
 def test_a_launcher_that_is_killed_is_named_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

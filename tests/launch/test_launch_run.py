@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from launch_parts import FINGERPRINT, composed, stand_in
-from launch_processes import Launcher, wait_until
+from launch_processes import LIGHT, Launcher, wait_until
 from omegaconf import OmegaConf
 
 from shardlab.cli import main
@@ -148,7 +148,7 @@ INTERRUPTS = [
 def test_an_interrupted_run_is_killed_and_leaves_no_process(
     tmp_path: Path, name: str, raised: str, reason: str
 ) -> None:
-    launcher = Launcher(CODE, tmp_path)
+    launcher = Launcher(LIGHT + CODE, tmp_path)
     try:
         events = tmp_path / "run" / "events.jsonl"
         assert wait_until(lambda: events.exists() and b'"step": 4' in events.read_bytes()), launcher.output

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from launch_parts import composed, job_of, stand_in, sweep_of
-from launch_processes import Launcher, wait_until
+from launch_processes import LIGHT, Launcher, wait_until
 
 from shardlab.launch import run as run_module
 from shardlab.launch.run import run
@@ -57,7 +57,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @contextlib.contextmanager
 def running(store: Store, name: str) -> Iterator[Launcher]:
     """A launcher in the middle of a run that never ends by itself, and that MLflow shows."""
-    launcher = Launcher(CODE, Path.cwd(), store.uri, name, "wait")
+    launcher = Launcher(LIGHT + CODE, Path.cwd(), store.uri, name, "wait")
     try:
         link, events = Path(name, "0", "mlflow.json"), Path(name, "0", "events.jsonl")
         assert wait_until(lambda: link.exists() and '"step": 2' in events.read_text(), 120), launcher.output

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_processes import Launcher, wait_until
+from launch_processes import WITH_TORCH, Launcher, wait_until
 
 CODE = """
 import sys
@@ -34,7 +34,7 @@ CASES = [
 def test_a_signal_leaves_no_process(
     tmp_path: Path, signals: list[str], whom: str, fault: str, statuses: set[int]
 ) -> None:
-    launcher = Launcher(CODE, tmp_path, fault)
+    launcher = Launcher(WITH_TORCH + CODE, tmp_path, fault)
     try:
         assert wait_until(lambda: len(list(tmp_path.glob("*.ready"))) == 2)
         time.sleep(0.1)  # now rank 1 is in its fault and rank 0 in the collective

@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_processes import HERE, SOURCE
+from launch_processes import HERE, LIGHT, SOURCE
 
 from shardlab.tracking.record import RunRecord
 
 CODE = f"""
 import sys
 sys.path[:0] = [{str(HERE)!r}, {str(SOURCE)!r}]
+{LIGHT}
 from launch_parts import stand_in
 from shardlab.cli import main
 from shardlab.launch import run

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from launch_parts import composed, ended, job_of, stand_in, sweep_of
-from launch_processes import Launcher
+from launch_processes import LIGHT, Launcher
 
 from shardlab.launch import run as run_module
 from shardlab.sweeps import books
@@ -49,7 +49,7 @@ ENDS = [
 def test_the_end_of_a_sweep_is_written(
     tmp_path: Path, moment: str, fault: str, exit_status: int, status: str, counts: tuple[int, int, int]
 ) -> None:
-    launcher = Launcher(CODE, tmp_path, moment, fault)
+    launcher = Launcher(LIGHT + CODE, tmp_path, moment, fault)
     try:
         assert launcher.end(seconds=60) == exit_status, launcher.output
     finally:

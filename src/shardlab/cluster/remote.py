@@ -86,4 +86,5 @@ def from_message(message: Message, *, same_clock: bool) -> Finished | Failure | 
         text=str(message["text"]),
         user_error=None if message["user_error"] is None else str(message["user_error"]),
         echo=bool(message["echo"]),
+        run_ended=None if message["run_ended"] is None else str(message["run_ended"]),
     )

@@ -1,10 +1,11 @@
-"""Which optimizers may be named, found out without importing torch.
+"""Which optimizers may be named, and what state each keeps, found out without importing torch.
 
 torch.optim's source is parsed instead: 0.05 s against 1.4 s or more for the import, so that a misspelt optimizer
 or argument is answered at once. Only values need the class itself: a negative momentum is torch's to judge.
 """
 
 import ast
+import math
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,6 +60,44 @@ def _arguments(node: ast.ClassDef) -> tuple[str, ...]:
             arguments = [*item.args.posonlyargs, *item.args.args, *item.args.kwonlyargs]
             return tuple(argument.arg for argument in arguments if argument.arg not in GIVEN)
     return ()
+
+
+_STATE = {
+    "ASGD": 1,  # an average of the parameters
+    "Adadelta": 2,
+    "Adagrad": 1,
+    "Adam": 2,
+    "AdamW": 2,
+    "Adamax": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "RMSprop": 1,
+    "Rprop": 2,
+    "SGD": 0,
+}
+"""Tensors of a parameter's shape that a class keeps with its default arguments."""
+
+_MORE_STATE = {
+    ("Adam", "amsgrad"),
+    ("AdamW", "amsgrad"),
+    ("RMSprop", "centered"),
+    ("RMSprop", "momentum"),
+    ("SGD", "momentum"),
+}
+"""Arguments that, if they are not zero or false, make a class keep one tensor more."""
+
+
+def state_elements(config: OptimizerConfig, shape: tuple[int, ...]) -> int:
+    """Elements that an optimizer keeps of a parameter, from its first update on, but for a few scalars.
+
+    A class that isn't known is taken to keep two moments, as Adam does.
+    """
+    if config.name == "Adafactor" and len(shape) > 1:  # a second moment for each row and each column
+        return math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1]
+    if config.name == "Adafactor":
+        return math.prod(shape)
+    more = sum(config.name == name and bool(config.kwargs.get(argument)) for name, argument in _MORE_STATE)
+    return (_STATE.get(config.name, 2) + more) * math.prod(shape)
 
 
 def check_optimizer(config: OptimizerConfig) -> None:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardlab.errors import ShardlabError
+from shardlab.errors import RunEnded, ShardlabError
 
 ECHOES = (
     "Connection closed by peer",
@@ -43,6 +43,7 @@ class Failure:
     text: the traceback
     user_error: the message, if it was a ShardlabError
     echo: it only says that another rank has gone
+    run_ended: the message, if it was RunEnded: the reason of the whole run, whichever rank said it
     """
 
     when: float
@@ -50,6 +51,7 @@ class Failure:
     text: str
     user_error: str | None
     echo: bool
+    run_ended: str | None = None
 
     @property
     def claim(self) -> str:
@@ -141,6 +143,7 @@ def describe_failure(error: BaseException, when: float) -> Failure:
         text="".join(traceback.format_exception(error)),
         user_error=message if isinstance(shown, ShardlabError) else None,
         echo=_is_echo(chain[-1]),
+        run_ended=message if isinstance(shown, RunEnded) else None,
     )
 
 

@@ -44,7 +44,7 @@ LOST_SECONDS = 0.5
 class RanksFailed(Exception):  # noqa: N818 - it says what happened
     """A rank failed, and the run with it.
 
-    rank: the one that failed first; reason: one line that names it
+    rank: the one that failed first; reason: one line that names it, or in which all ranks have ended the run
     text: its traceback, the stacks of its threads if it hung, or the end of its log
     user_error: the message, if the rank raised ShardlabError: the user can mend it
     """
@@ -252,6 +252,8 @@ def _join(processes: list[Process], seconds: float) -> None:
 def _failed(crew: _Crew, log_dir: Path) -> RanksFailed:
     rank, cause = first_cause(crew.failures, crew.deaths)
     text = "" if isinstance(cause, Death) else cause.text
+    if isinstance(cause, Failure) and cause.run_ended is not None:
+        return RanksFailed(rank, cause.run_ended, "")
     if isinstance(cause, Failure):
         return RanksFailed(rank, f"rank {rank} {cause.claim}", text, cause.user_error)
     return RanksFailed(rank, f"rank {rank} {cause.summary}", text or _last_lines(log_dir / f"rank-{rank}.log"))

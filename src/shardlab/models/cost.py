@@ -1,9 +1,10 @@
-"""What each place of the model costs: operations and parameters, counted from the shape alone."""
+"""What each place of the model costs, counted from the shape alone, and the pipeline's stages that follow from it."""
 
 from __future__ import annotations
 
+from shardlab.config.schema import Config
 from shardlab.models.shape import Shape
-from shardlab.parallel.stages import Cost
+from shardlab.parallel.stages import Cost, cut
 from shardlab.parallel.table import ParameterTable
 
 
@@ -22,3 +23,13 @@ def place_costs(shape: Shape, table: ParameterTable) -> list[Cost]:
     head = 2 * shape.outputs * d / (1 if shape.causal else shape.max_len)
     times = [2 * d, *[layer] * shape.n_layers, head]
     return [Cost(time, count) for time, count in zip(times, elements, strict=True)]
+
+
+def stages_per_rank(config: Config) -> int:
+    """How many stages each rank of a pipeline holds; config.check has settled it."""
+    return config.strategy.stages_per_rank or 1
+
+
+def stage_layers(config: Config, shape: Shape, table: ParameterTable) -> list[int]:
+    """How many layers each stage has: as the config says, or by their estimated cost."""
+    return config.strategy.split or cut(place_costs(shape, table), config.strategy.pipeline * stages_per_rank(config))

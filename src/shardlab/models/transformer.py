@@ -25,7 +25,7 @@ from shardlab.models.layers import Embedding, LayerNorm, Linear, RowLinear
 from shardlab.models.parameters import parameter_table
 from shardlab.models.shape import Shape
 from shardlab.parallel.dropout import Masks
-from shardlab.parallel.loss import summed_cross_entropy
+from shardlab.parallel.loss import summed_cross_entropy, widened
 from shardlab.parallel.part import Part, Span, span
 from shardlab.parallel.sequence import crossing, first_tokens
 from shardlab.parallel.table import ParameterTable
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         _, n_heads, d_head, _ = self.qkv.weight.shape  # the heads that are here
         q, k, v = self.qkv(x).view(rows, seq, 3, n_heads, d_head).permute(2, 0, 3, 1, 4)
         scores = (q * d_head**-0.5) @ k.transpose(-2, -1)
-        probabilities = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        probabilities = widened(scores.masked_fill(hidden, -math.inf)).softmax(-1)
         if masks is not None:
             probabilities = masks.drop(probabilities, site, dim=1, first=self._axis.rank * n_heads)
         mixed = (probabilities @ v).transpose(1, 2).reshape(rows, seq, n_heads * d_head)

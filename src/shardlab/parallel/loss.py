@@ -5,6 +5,7 @@ its share by plain summation, over micro-batches and over ranks, whatever its si
 reductions are SUMs, never means.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,4 +22,9 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     logits: [rows, seq, classes] or [rows, classes]; targets: int64 [rows, seq] or [rows]
     """
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(widened(logits).flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in fp32 at least: what is computed of it adds up many small terms."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

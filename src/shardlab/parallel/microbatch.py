@@ -6,14 +6,18 @@ batch, so that the cut changes nothing but the order of floating-point sums.
 
 All micro-batches of a step have one shape: parts are as even as possible and padded with copies of a real row
 whose targets are ignored, so that padding is well-behaved numerically and weighs nothing.
+
+The cut itself needs no torch: the plan makes the same one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 IGNORE = -100
 """A target that weighs nothing (torch's own default for cross-entropy)."""
@@ -68,6 +72,8 @@ def parts(rows: int, micro_batch: int | None, micro_batches: int | None, data_ra
 
 def take(number: int, part: range, width: int, inputs: Tensor, targets: Tensor, lengths: Tensor) -> MicroBatch:
     """Micro-batch `number` with the rows of `part`, padded to `width` rows."""
+    import torch
+
     start = part.start if part else 0
     rows = torch.full((width,), start, dtype=torch.int64)
     rows[: len(part)] = torch.arange(part.start, part.stop)

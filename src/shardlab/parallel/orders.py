@@ -30,6 +30,9 @@ SCHEDULES = (
 STAGES_PER_RANK = {"naive": 1, "gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
 """Where a schedule leaves no choice; the others take any number."""
 
+SPLIT = ("interleaved_zero_bubble", "zbv", "dualpipev")
+"""Schedules that take the backward pass in two parts."""
+
 Step = tuple[Kind, int]
 """A kind and a stage; the micro-batch is the next one there."""
 

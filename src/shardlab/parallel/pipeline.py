@@ -34,9 +34,6 @@ from shardlab.parallel.weight_gradients import WeightGradients
 Forward = Callable[[int, Tensor, MicroBatch], Tensor]
 """A stage's work on a micro-batch: of its number and inputs or received activations, gives activations, or the loss."""
 
-SPLIT = ("interleaved_zero_bubble", "zbv", "dualpipev")
-"""Schedules that take the backward pass in two parts."""
-
 
 @dataclass(frozen=True)
 class Message:

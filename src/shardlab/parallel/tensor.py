@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardlab.parallel.axis import Axis
+from shardlab.parallel.loss import widened
 
 # torch gives Function.apply no types: hence the casts and the ignored calls below.
 
@@ -113,5 +114,5 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, first: int, valid:
 
     What travels is three numbers a target: the largest logit, the sum of exponentials and the target's own logit.
     """
-    loss = _VocabularyCrossEntropy.apply(logits, targets, first, valid, axis)  # type: ignore[no-untyped-call]
+    loss = _VocabularyCrossEntropy.apply(widened(logits), targets, first, valid, axis)  # type: ignore[no-untyped-call]
     return cast(Tensor, loss)

@@ -11,24 +11,25 @@ from torch import Tensor, nn
 from shardlab.config.schema import Config
 from shardlab.data.dataset import Batch, Dataset
 from shardlab.errors import ShardlabError
-from shardlab.models.cost import place_costs
+from shardlab.models.cost import stage_layers, stages_per_rank
 from shardlab.models.layers import Linear
 from shardlab.models.parameters import parameter_table
 from shardlab.models.shape import Shape, shape_of
 from shardlab.models.transformer import Transformer
 from shardlab.parallel.mesh import Connected
 from shardlab.parallel.microbatch import MicroBatch, parts, share, take
-from shardlab.parallel.orders import placement
+from shardlab.parallel.orders import SPLIT, placement
 from shardlab.parallel.part import Part
-from shardlab.parallel.pipeline import SPLIT, Pipeline
+from shardlab.parallel.pipeline import Pipeline
 from shardlab.parallel.replicate import GradientSum, Members
 from shardlab.parallel.shard import Sharded
-from shardlab.parallel.stages import cut, stage_ranges
+from shardlab.parallel.stages import stage_ranges
 from shardlab.parallel.table import ParameterTable
 from shardlab.parallel.units import units
 from shardlab.parallel.values import held, materialise, uses
 from shardlab.parallel.weight_gradients import WeightGradients
-from shardlab.training.precision import PARAMETERS
+from shardlab.training.nonfinite import Skipped
+from shardlab.training.precision import PARAMETERS, LossScale, loss_scale
 from shardlab.training.pulse import beat
 
 
@@ -40,6 +41,7 @@ class Training:
     part: what it holds of the model in all of them; held: their parameters, in the table's order
     pipeline: None where one stage is the whole model
     reducer: sums the gradients; its `trained` is what the optimizer updates
+    loss_scale: of fp16, else None; skipped: how many of the last steps were
     """
 
     config: Config
@@ -54,6 +56,8 @@ class Training:
     held: Members
     optimizer: torch.optim.Optimizer
     reducer: GradientSum | Sharded
+    loss_scale: LossScale | None
+    skipped: Skipped
 
     @property
     def head(self) -> Transformer | None:
@@ -99,6 +103,8 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
         held=parameters,
         optimizer=build_optimizer(config, [parameter for _, parameter in reducer.trained]),
         reducer=reducer,
+        loss_scale=loss_scale(config.precision.name),
+        skipped=Skipped(),
     )
 
 
@@ -128,16 +134,6 @@ def build_parameters(
     parameters = held(models, table)
     sharded.attach(parameters, uses(models))
     return sharded, parameters
-
-
-def stages_per_rank(config: Config) -> int:
-    """How many stages each rank of a pipeline holds; config.check has settled it."""
-    return config.strategy.stages_per_rank or 1
-
-
-def stage_layers(config: Config, shape: Shape, table: ParameterTable) -> list[int]:
-    """How many layers each stage has: as the config says, or by their estimated cost."""
-    return config.strategy.split or cut(place_costs(shape, table), config.strategy.pipeline * stages_per_rank(config))
 
 
 def build_pipeline(

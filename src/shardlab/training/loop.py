@@ -17,16 +17,18 @@ from shardlab.config.schema import Config
 from shardlab.data.dataset import Batch, open_dataset
 from shardlab.data.prepared import read_meta
 from shardlab.data.rows import feed
+from shardlab.models.cost import stage_layers
 from shardlab.parallel.mesh import connect, mesh_of, name_of
 from shardlab.tracking.record import EventLog
 from shardlab.training.ask import is_pruned
 from shardlab.training.best import load_best, save_best
-from shardlab.training.build import Training, build, stage_layers
+from shardlab.training.build import Training, build
 from shardlab.training.device import device_name, meet, peak_memory, prepare_device
 from shardlab.training.evaluation import evaluate
 from shardlab.training.learning_rate import learning_rate
 from shardlab.training.length import run_length
 from shardlab.training.place import Place
+from shardlab.training.precision import set_products
 from shardlab.training.pulse import beat, group_timeout
 from shardlab.training.step import train_step
 
@@ -40,6 +42,7 @@ def train_rank(place: Place, config: Config, run_dir: Path, data_dir: Path) -> N
     Writes events.jsonl (rank 0) or rank-N.jsonl, and its part of checkpoints/best.safetensors.
     """
     device = prepare_device(config.runtime, place)
+    set_products(config.precision.name, device)
     timeout = group_timeout(config.runtime.timeout)
     meet(place, device, timeout)
     mesh = connect(mesh_of(config.strategy), place.rank, device.type, timeout, config.strategy.reduce)
@@ -79,6 +82,7 @@ def train(training: Training, log: EventLog, run_dir: Path, total_steps: int, ep
                 lr=lr,
                 tokens=batch.tokens,
                 seconds=now - last,
+                **result.of_precision,
             )
         if step == total_steps or step % (trainer.eval_every or epoch_steps) == 0:
             values = report(training, log, "val", step)

@@ -17,18 +17,25 @@ from shardlab.config.schema import Checkpoint
 from shardlab.parallel.dropout import Masks
 from shardlab.parallel.microbatch import MicroBatch
 from shardlab.training.build import Training
+from shardlab.training.precision import autocast
 from shardlab.training.pulse import beat
 
 
 def forward_backward(
-    training: Training, micro_batches: list[MicroBatch], masks: Callable[[MicroBatch], Masks | None], targets: int
-) -> Tensor:
-    """Add the micro-batches' gradients to the parameters'; returns this rank's share of the loss, an fp64 scalar.
+    training: Training,
+    micro_batches: list[MicroBatch],
+    masks: Callable[[MicroBatch], Masks | None],
+    targets: int,
+    scale: float = 1.0,
+) -> list[Tensor]:
+    """Add the micro-batches' gradients to the parameters'; returns their shares of the loss, scalars, on the ranks that
+    have the head, and nothing elsewhere.
 
     masks: the dropout of a micro-batch
     targets: of the whole global batch, by which the loss is divided
+    scale: what all gradients are multiplied by
     """
-    seed = torch.ones((), dtype=training.held[0][1].dtype, device=training.device)
+    seed = torch.full((), scale, dtype=training.held[0][1].dtype, device=training.device)
 
     checkpointed = checkpointed_micro_batches(training.config.strategy.activation_checkpoint, micro_batches)
 
@@ -36,25 +43,22 @@ def forward_backward(
         beat()  # what it waited for, in a pipeline, is here
         model = training.models[stage]
         run = partial(_checkpointed, training) if micro_batch.number in checkpointed else training.reducer.run
-        y = model(x, micro_batch.lengths, masks(micro_batch), run, micro_batch.inputs.shape[1])
+        with autocast(training.config.precision.name, training.device):
+            y = model(x, micro_batch.lengths, masks(micro_batch), run, micro_batch.inputs.shape[1])
         y = model.loss(y, micro_batch.targets) / targets if model.head is not None else y
         y.register_hook(_beat_before_backward)
         beat()
         return y
 
-    total = torch.zeros((), dtype=torch.float64, device=training.device)
     if training.pipeline is not None:
-        losses = training.pipeline.forward_backward(forward, micro_batches, seed)
-    else:
-        losses = []
-        for micro_batch in micro_batches:
-            loss = forward(0, micro_batch.inputs, micro_batch)
-            torch.autograd.backward(loss, seed)
-            beat()
-            losses.append(loss.detach())
-    for loss in losses:
-        total += loss
-    return total
+        return training.pipeline.forward_backward(forward, micro_batches, seed)
+    losses = []
+    for micro_batch in micro_batches:
+        loss = forward(0, micro_batch.inputs, micro_batch)
+        torch.autograd.backward(loss, seed)
+        beat()
+        losses.append(loss.detach())
+    return losses
 
 
 def checkpointed_micro_batches(which: Checkpoint, micro_batches: list[MicroBatch]) -> set[int]:
@@ -92,7 +96,8 @@ def forward_only(training: Training, micro_batches: list[MicroBatch]) -> Iterato
     def forward(stage: int, x: Tensor, micro_batch: MicroBatch) -> Tensor:
         beat()
         seq = micro_batch.inputs.shape[1]
-        y: Tensor = training.models[stage](x, micro_batch.lengths, run=training.reducer.run, seq=seq)
+        with autocast(training.config.precision.name, training.device):
+            y: Tensor = training.models[stage](x, micro_batch.lengths, run=training.reducer.run, seq=seq)
         beat()
         return y
 

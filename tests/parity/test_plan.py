@@ -1,0 +1,155 @@
+"""The plan against real ranks: the bytes that a step sends, and the most that a rank holds of its model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardlab.analysis.memory import model_memory
+from shardlab.analysis.traffic import traffic
+from shardlab.analysis.work import work_of
+from shardlab.config.check import check
+from shardlab.config.compose import compose
+from shardlab.config.schema import Config
+from shardlab.data.dataset import open_dataset
+from shardlab.data.prepare import prepare
+from shardlab.launch.ranks import run_ranks
+from shardlab.parallel import shard, weight_gradients
+from shardlab.parallel.mesh import connect, mesh_of
+from shardlab.parallel.shard import Sharded
+from shardlab.training.build import Training, build
+from shardlab.training.device import meet
+from shardlab.training.loop import steps
+from shardlab.training.place import Place
+from shardlab.training.step import train_step
+
+CPU = torch.device("cpu")
+
+
+class Held:
+    """The most bytes of parameters, gradients and optimizer state that a rank holds, looked at whenever they change."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self.most, self.then = training, 0, (0, 0, 0)
+        for _, parameter in training.held:
+            parameter.register_hook(self._arriving)
+        reducer = training.reducer
+        if isinstance(reducer, Sharded):
+            for name in ("_reduce", "_use"):
+                setattr(reducer, name, self._looking(getattr(reducer, name)))
+            shard._Held.segment = self._looking(shard._Held.segment)  # called when a gradient is about to be added
+        whole = weight_gradients.weight_gradient
+
+        def looked_at(*args: Tensor) -> Tensor:
+            gradient = whole(*args)
+            self.look(gradient)
+            return gradient
+
+        weight_gradients.weight_gradient = looked_at
+
+    def _looking(self, method):
+        def looked_at(*args):
+            self.look()
+            result = method(*args)
+            self.look()
+            return result
+
+        return looked_at
+
+    def _arriving(self, gradient: Tensor) -> None:
+        self.look(gradient)
+
+    def look(self, *arriving: Tensor) -> None:
+        training, reducer = self._training, self._training.reducer
+        parameters = [p for _, p in (*training.held, *reducer.trained)]
+        gradients = [*arriving, *(p.grad for p in parameters if p.grad is not None)]
+        if isinstance(reducer, Sharded):
+            for held in reducer._held:
+                parameters += [held.whole, held.own]
+                gradients += [held.gradient, *([] if held.summands is None else [held.summands])]
+            gradients += [tensor for _, *tensors, _ in reducer._reducing for tensor in tensors]
+        state = [value for each in training.optimizer.state.values() for value in each.values()]
+        sizes = tuple(map(storages, (parameters, gradients, [value for value in state if isinstance(value, Tensor)])))
+        if sum(sizes) > self.most:
+            self.most, self.then = sum(sizes), sizes
+
+
+def storages(tensors: list[Tensor]) -> int:
+    """Bytes of the tensors' memory, each piece of it once."""
+    distinct = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(distinct.values())
+
+
+def measured(place: Place, config: Config, data_dir: Path) -> tuple[dict[str, Counter], int, int, tuple[int, ...]]:
+    """Of the third step: bytes sent, the length of its rows, and the most that was held, as a sum and by kind."""
+    meet(place, CPU, 100.0)
+    mesh = connect(mesh_of(config.strategy), place.rank, "cpu", 100.0, config.strategy.reduce)
+    training = build(config, mesh, CPU, open_dataset(data_dir, config.dataset))
+    batches = list(steps(training, 3, 3))
+    for step, _, batch in batches[:2]:
+        train_step(training, batch, step, 0.1)
+    before = {name: Counter(axis.sent) for name, axis in mesh.axes.items()}
+    held = Held(training)
+    step, _, batch = batches[2]
+    train_step(training, batch, step, 0.1)
+    held.look()
+    sent = {name: axis.sent - before[name] for name, axis in mesh.axes.items()}
+    return {axis: kinds for axis, kinds in sent.items() if kinds}, batch.inputs.shape[1], held.most, held.then
+
+
+SMALL = ["model=tiny", "model.n_layers=4", "trainer.global_batch=13", "trainer.micro_batch=2", "runtime.threads=1"]
+HYBRID = "strategy=hybrid ranks=4 strategy.pipeline=1 strategy.tensor=1"
+CASES = [
+    "strategy=single",
+    "strategy=ddp",
+    "strategy=ddp ranks=3 strategy.reduce=ring",
+    "strategy=zero1",
+    "strategy=zero2 ranks=3",
+    "strategy=zero3",
+    "strategy=zero3 ranks=3 strategy.reduce=ring",
+    "strategy=pipeline",
+    "strategy=pipeline ranks=3 strategy.schedule=interleaved_1f1b strategy.stages_per_rank=2",
+    "strategy=pipeline strategy.schedule=zbv",
+    "strategy=pipeline strategy.schedule=dualpipev",
+    "strategy=pipeline strategy.schedule=gpipe model.tie=true",
+    "strategy=tensor",
+    "strategy=tensor ranks=4 dataset=synthetic dataset.task=classifier",
+    "strategy=hybrid ranks=4",
+    f"{HYBRID} strategy.shard=2 strategy.replicate=2 strategy.shard_level=gradients",
+    f"{HYBRID} strategy.shard=2 strategy.tensor=2 strategy.shard_level=optimizer optimizer=sgd",
+    f"{HYBRID} strategy.shard=2 strategy.pipeline=2 strategy.schedule=zbv model.tie=true",
+    f"{HYBRID} strategy.shard=2 strategy.pipeline=2 strategy.schedule=1f1b model.tie=true",
+    f"{HYBRID} strategy.replicate=2 strategy.pipeline=2 strategy.schedule=interleaved_zero_bubble",
+    f"{HYBRID} strategy.shard=2 strategy.pipeline=2 strategy.schedule=interleaved_zero_bubble precision=fp64",
+    "strategy=tensor ranks=3 model.n_heads=3 model.d_model=48 model.d_ff=96 strategy.sequence_parallel=true",
+    "strategy=tensor strategy.sequence_parallel=true dataset=synthetic dataset.task=classifier dataset.seq_len=33",
+    "strategy=hybrid ranks=4 strategy.sequence_parallel=true strategy.activation_checkpoint=always model.norm=pre",
+    f"{HYBRID} strategy.shard=2 strategy.tensor=2 strategy.sequence_parallel=true strategy.activation_checkpoint=always",
+    "strategy=tensor strategy.activation_checkpoint=except_last model.norm=pre model.dropout=0",
+    "strategy=tensor strategy.activation_checkpoint=always strategy.sequence_parallel=true model.norm=pre model.dropout=0",
+    "strategy=zero3 strategy.activation_checkpoint=always model.positions=learned",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_and_memory_are_those_of_real_ranks(case, tmp_path):
+    config = check(compose([*SMALL, *case.split()]).config)
+    data = prepare(config.dataset)
+    dataset = open_dataset(data, config.dataset)
+    ranks = run_ranks("test_plan:measured", (config, data), config.ranks, log_dir=tmp_path)
+    from shardlab.models.shape import shape_of
+
+    shape = shape_of(config.model, dataset.vocab_size, dataset.n_classes, dataset.max_len)
+    for rank, (sent, seq, most, then) in enumerate(ranks):
+        work = work_of(config, shape, seq=seq)
+        place = work.mesh.coordinate(rank)
+        planned = model_memory(work, place["pipeline"], place["shard"])
+        print(rank, most, then, planned, planned.model / most)
+        assert {a: dict(k) for a, k in traffic(work, place["pipeline"], place["shard"]).items()} == {
+            a: dict(k) for a, k in sent.items()
+        }, rank
+        assert planned.model == pytest.approx(most, rel=0.1), rank
