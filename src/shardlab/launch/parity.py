@@ -151,11 +151,13 @@ def _give_reference(training: list[Candidate], share: Share) -> None:
     accepted = [each for each in training if each.config is not None]
     if len(accepted) > 1:
         training.sort(key=lambda each: each is not accepted[0])
-    for alone in accepted if len(accepted) == 1 else []:
-        assert alone.config is not None
-        if alone.config.ranks == 1 and alone.config.trainer.micro_batch == alone.config.trainer.micro_batches:
+    elif accepted and accepted[0].config is not None:
+        alone, config = accepted[0], accepted[0].config
+        single = Candidate(SINGLE, check(as_single(config), share), alone.training)
+        if config.ranks > 1 or config.trainer.micro_batch or config.trainer.micro_batches:
+            training.insert(0, single)
+        elif len(training) == 1:
             raise ShardlabError(f"{alone.label} is compared with nothing; name a second one: strategy=single,ddp")
-        training.insert(0, Candidate(SINGLE, check(as_single(alone.config), share), alone.training))
 
 
 @contextlib.contextmanager
@@ -212,6 +214,8 @@ def judge(trainings: list[list[Candidate]]) -> tuple[list[dict[str, str]], str, 
             result = "differs" if beyond else "same" if found else "not compared"
             rows.append(_row(each, result) | {apart.quantity: f"{apart.largest:.1e}" for apart in found})
     shown = f"largest difference {largest[0]:.1e}" + (f" ({largest[1]})" if largest[0] else "")
+    if not any(row["result"] in ("same", "differs") for row in rows):
+        shown = "nothing could be compared"
     return rows, f"not the same: {'; '.join(wrong)}; {shown}" if wrong else f"same; {shown}", not wrong
 
 
