@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy
 import torch
-from matrix import REFUSED, all_pairs, impossible, read, shown, split_of, training_of, uncovered
+from matrix import OF_THE_MODEL, REFUSED, all_pairs, impossible, read, shown, split_of, training_of, uncovered
 from trained import Trained, difference, evaluation, train, train_together
 
 TOLERANCE = 1e-9
@@ -37,7 +37,7 @@ def references(folder: Path, rows: list[dict[str, str]]) -> dict[str, Trained]:
 
 def name_of(row: dict[str, str]) -> str:
     """A name for what a row trains."""
-    return "_".join(word.partition("=")[2] for word in training_of(row)[-10:])
+    return "_".join(row[factor] for factor in OF_THE_MODEL)
 
 
 def hold(folder: Path, row: dict[str, str], reference: Trained) -> float:

@@ -190,6 +190,8 @@ def _train(candidate: Candidate, folder: Path, signals: Signals) -> None:
         candidate.outcome = read_outcome(folder)
     except RanksFailed as failed:
         candidate.why = failed.user_error or failed.reason
+        if failed.user_error is None:
+            tell(failed.text.rstrip(), sys.stderr)  # its log may be gone when somebody looks for it
     except OSError as error:
         raise ShardlabError(f"run_dir={folder.parent} can't be written: {error.strerror or error}") from error
 
