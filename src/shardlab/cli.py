@@ -19,6 +19,7 @@ shardlab: one config, one training run, any partitioning.
 
   shardlab train [key=value ...]   train; -m runs each combination of comma-separated values
   shardlab data NAME [--check]     fetch and prepare a dataset ahead of time, or say where it is looked for
+  shardlab parity key=a,b [...]    train a few steps under each split; are the numbers the same?
   shardlab compare RUN...          a table of runs: loss, speed, memory, largest difference
   shardlab sync RUN                ship the record of a run, or of a sweep's runs, to MLflow again
 
@@ -123,6 +124,27 @@ def _data(words: list[str]) -> int:
     return 0
 
 
+def _parity(words: list[str]) -> int:
+    parser = _Parser(
+        prog="shardlab parity",
+        description="Train a few steps (trainer.steps, 5 by default) under each of the listed values, and compare "
+        "losses, norms and final tensors with those of the first; one value is compared with strategy=single. "
+        "Exit status 0: the same, within the precision's rounding; 1: not the same; 2: wrong config.",
+    )
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="+", help="as for train -m: strategy=single,ddp,tensor")
+    parser.add_argument("--config-dir", metavar="DIR", help="your own choices: DIR/model/NAME.yaml")
+    arguments = parser.parse_intermixed_args(words)
+
+    from shardlab.cluster.environment import find_job
+
+    if (job := find_job()) is not None and job.ranks > 1:
+        raise ShardlabError(f"shardlab parity can't join a job of {job.ranks} processes; start it in one")
+
+    from shardlab.launch.parity import parity
+
+    return parity(arguments.overrides, arguments.config_dir)
+
+
 def _compare(words: list[str]) -> int:
     parser = _Parser(prog="shardlab compare", description="A table of runs. One run of a sweep stands for the sweep.")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder, sweep folder, id, prefix, name, or last")
@@ -169,5 +191,11 @@ def _sync(words: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "data": _data, "compare": _compare, "sync": _sync}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "data": _data,
+    "parity": _parity,
+    "compare": _compare,
+    "sync": _sync,
+}
 """Subcommand -> its function, which takes the words after it and returns the exit status."""
