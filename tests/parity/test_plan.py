@@ -135,7 +135,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_and_memory_are_those_of_real_ranks(case, tmp_path):
     config = check(compose([*SMALL, *case.split()]).config)
     data = prepare(config.dataset)
