@@ -18,6 +18,7 @@ HELP = """\
 shardlab: one config, one training run, any partitioning.
 
   shardlab train [key=value ...]   train; -m runs each combination of comma-separated values
+  shardlab plan [key=value ...]    what each rank would hold, send and wait for; starts nothing; -m compares candidates
   shardlab data NAME [--check]     fetch and prepare a dataset ahead of time, or say where it is looked for
   shardlab parity key=a,b [...]    train a few steps under each split; are the numbers the same?
   shardlab compare RUN...          a table of runs: loss, speed, memory, largest difference
@@ -100,6 +101,34 @@ def _train(words: list[str]) -> int:
     with connect(job) as lead:
         lead.status = train(words, lead)
         return lead.status
+
+
+def _plan(words: list[str]) -> int:
+    parser = _Parser(
+        prog="shardlab plan",
+        description="What each rank of a run would hold, send and wait for; nothing is started. Takes what train takes, "
+        "group=choice and key=value (see shardlab train --help). With plan.memory_gib=X it says what fits in X GiB a "
+        "rank. Values of optimizer.kwargs are left for torch to judge when the run starts.",
+    )
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="as for train")
+    parser.add_argument("-m", "--multirun", action="store_true", help="a row for each combination: strategy=ddp,zero3")
+    parser.add_argument("--shapes", action="store_true", help="list every parameter, not one line for each kind")
+    parser.add_argument("--config-dir", metavar="DIR", help="your own choices: DIR/model/mine.yaml is then model=mine")
+    arguments = parser.parse_intermixed_args(words)
+
+    from shardlab.analysis.candidates import plan_many, plan_one
+    from shardlab.analysis.plan import Plan
+    from shardlab.analysis.plan_text import candidates_text, plan_text
+
+    if not arguments.multirun:
+        plan = plan_one(arguments.overrides, arguments.config_dir)
+        for note in plan.notes:
+            print(note, file=sys.stderr)
+        print(plan_text(plan, every_shape=arguments.shapes))
+        return 0
+    candidates = plan_many(arguments.overrides, arguments.config_dir)
+    print(candidates_text(candidates))
+    return 0 if any(isinstance(candidate.plan, Plan) for candidate in candidates) else 2
 
 
 def _data(words: list[str]) -> int:
@@ -193,6 +222,7 @@ def _sync(words: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
+    "plan": _plan,
     "data": _data,
     "parity": _parity,
     "compare": _compare,

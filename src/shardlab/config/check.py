@@ -79,13 +79,13 @@ def whole_machine() -> Share:
     return Share(available_cores(), visible_gpus())
 
 
-def settle(composed: Composed, share: Share | None = None) -> tuple[Composed, list[str]]:
+def settle(composed: Composed, share: Share | None = None, *, values: bool = True) -> tuple[Composed, list[str]]:
     """The composed config after `check`, and notes for the user: what was asked for and could not be taken.
 
-    share: of the machine; by default all of it. Raises ShardlabError.
+    share: of the machine; by default all of it. values: see `check`. Raises ShardlabError.
     """
     share = share or whole_machine()
-    asked, config = composed.config, check(composed.config, share)
+    asked, config = composed.config, check(composed.config, share, values=values)
     notes = []
     if config.ranks != asked.ranks and any(override.startswith("ranks=") for override in composed.overrides):
         notes.append(f"strategy=single runs on one rank; ranks={asked.ranks} is left unused")
@@ -96,11 +96,12 @@ def settle(composed: Composed, share: Share | None = None) -> tuple[Composed, li
     return replace(composed, config=config, yaml=config_yaml(config)), notes
 
 
-def check(config: Config, share: Share | None = None) -> Config:
+def check(config: Config, share: Share | None = None, *, values: bool = True) -> Config:
     """The config with open values settled, after every rule has been looked at.
 
     Settled: ranks (1 under strategy=single), trainer.micro_batch and strategy.split of a pipeline, runtime.device (cpu
     or cuda), runtime.threads (the share's cores, evenly). share: of the machine; by default all of it
+    values: let torch judge those of optimizer.kwargs, for which it must be imported
 
     Raises ShardlabError, one line with what would work.
     """
@@ -118,7 +119,7 @@ def check(config: Config, share: Share | None = None) -> Config:
     _check_trainer(config.trainer)
     _check_shares(config)
     _positive("optimizer.lr", config.optimizer.lr)
-    check_optimizer(config.optimizer)
+    check_optimizer(config.optimizer, values=values)
     _check_scheduler(config)
     at_least("sweep.parallel", config.sweep.parallel, 1)
     check_objective(config.sweep.objective, is_classifier(config))
