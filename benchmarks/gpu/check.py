@@ -119,7 +119,9 @@ def main() -> None:
                     "last_loss": events[-1]["loss"],
                 }
             )
-    print("\n| | tokens/s | peak memory, GiB | TFLOP/s | of the measured peak | loss at the end |\n|---|---|---|---|---|---|")
+    print(
+        "\n| | tokens/s | peak memory, GiB | TFLOP/s | of the measured peak | loss at the end |\n|---|---|---|---|---|---|"
+    )
     for row in rows:
         print(
             f"| {row['case']} | {row['tokens_per_s']:,.0f} | {row['peak_memory_gib']:.2f} | {row['tflops']:.2f} | "
