@@ -106,7 +106,7 @@ def _train(words: list[str]) -> int:
 def _plan(words: list[str]) -> int:
     parser = _Parser(
         prog="shardlab plan",
-        description="What each rank of a run would hold, send and wait for; nothing is started. Takes what train takes, "
+        description="What each rank of a run would hold, send and wait for; starts nothing. Takes what train takes, "
         "group=choice and key=value (see shardlab train --help). With plan.memory_gib=X it says what fits in X GiB a "
         "rank. Values of optimizer.kwargs are left for torch to judge when the run starts.",
     )
