@@ -15,8 +15,8 @@ the keys of a long run collide.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -78,6 +78,10 @@ class Masks:
     keys: Tensor
     rows: Tensor
     p: float
+    _rows: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_rows", premix(self.rows))
 
     def drop(self, x: Tensor, site: int, dim: int = 1, first: int = 0) -> Tensor:
         """Zero a share p of x and scale the rest by 1/(1-p).
@@ -89,7 +93,3 @@ class Masks:
         counted = [_counted(start, size, x.device) for start, size in zip(firsts, x.shape[1:], strict=True)]
         kept = keep(self.keys[site], [self._rows, *counted], self.p)
         return x * kept.to(x.dtype).mul_(1 / (1 - self.p))
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        return premix(self.rows)
