@@ -67,7 +67,7 @@ def test_a_planted_fault_is_caught(fault, strategy, task, tmp_path, tmp_path_fac
     assert difference(one_process(tmp_path_factory, task), broken) > SEEN
 
 
-SOUND = {tuple([*strategy, *task]): (strategy, task) for _, strategy, task in PLANTED}
+SOUND = {(*strategy, *task): (strategy, task) for _, strategy, task in PLANTED}
 
 
 @pytest.mark.parametrize(("strategy", "task"), SOUND.values())

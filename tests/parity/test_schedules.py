@@ -16,7 +16,6 @@ from inside import batches, begin, in_ranks, prepared, whole_weights
 
 from shardlab.config.schema import Config
 from shardlab.launch.ranks import RanksFailed, run_ranks
-from shardlab.models.transformer import Transformer
 from shardlab.parallel.orders import SCHEDULES, runnable
 from shardlab.training.evaluation import evaluate
 from shardlab.training.place import Place
