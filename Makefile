@@ -1,5 +1,6 @@
 # make demo   train one model as single, ddp, pipeline and tensor, and compare them
 # make test   the whole suite        make lint   ruff and mypy        make venv   the environment alone
+# make parity   every mix of the parity matrix on real ranks (some ten minutes); writes tests/parity/RESULT.md
 #
 # PYTHON=path uses the environment of that python as it is: nothing is made or installed.
 # pip's own variables are honoured, such as PIP_INDEX_URL or PIP_EXTRA_INDEX_URL.
@@ -16,7 +17,7 @@ endif
 # A folder of its own: the same command in the same folder would find its jobs done.
 demo := runs/demo-$(shell date +%Y-%m-%d-%H-%M-%S)
 
-.PHONY: demo test lint venv check
+.PHONY: demo test parity lint venv check
 
 demo: $(environment)
 	$(python) -m shardlab train -m experiment=demo strategy=single,ddp,pipeline,tensor hydra.sweep.dir=$(demo)
@@ -27,6 +28,9 @@ demo: $(environment)
 
 test: $(environment)
 	$(python) -m pytest
+
+parity: $(environment)
+	$(python) tests/parity/run_matrix.py
 
 lint: $(environment)
 	$(python) -m ruff check .

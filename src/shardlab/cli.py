@@ -18,7 +18,9 @@ HELP = """\
 shardlab: one config, one training run, any partitioning.
 
   shardlab train [key=value ...]   train; -m runs each combination of comma-separated values
+  shardlab plan [key=value ...]    what each rank would hold, send and wait for; starts nothing; -m compares candidates
   shardlab data NAME [--check]     fetch and prepare a dataset ahead of time, or say where it is looked for
+  shardlab parity key=a,b [...]    train a few steps under each split; are the numbers the same?
   shardlab compare RUN...          a table of runs: loss, speed, memory, largest difference
   shardlab sync RUN                ship the record of a run, or of a sweep's runs, to MLflow again
 
@@ -101,6 +103,34 @@ def _train(words: list[str]) -> int:
         return lead.status
 
 
+def _plan(words: list[str]) -> int:
+    parser = _Parser(
+        prog="shardlab plan",
+        description="What each rank of a run would hold, send and wait for; starts nothing. Takes what train takes, "
+        "group=choice and key=value (see shardlab train --help). With plan.memory_gib=X it says what fits in X GiB a "
+        "rank. Values of optimizer.kwargs are left for torch to judge when the run starts.",
+    )
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="as for train")
+    parser.add_argument("-m", "--multirun", action="store_true", help="a row for each combination: strategy=ddp,zero3")
+    parser.add_argument("--shapes", action="store_true", help="list every parameter, not one line for each kind")
+    parser.add_argument("--config-dir", metavar="DIR", help="your own choices: DIR/model/mine.yaml is then model=mine")
+    arguments = parser.parse_intermixed_args(words)
+
+    from shardlab.analysis.candidates import plan_many, plan_one
+    from shardlab.analysis.plan import Plan
+    from shardlab.analysis.plan_text import candidates_text, plan_text
+
+    if not arguments.multirun:
+        plan = plan_one(arguments.overrides, arguments.config_dir)
+        for note in plan.notes:
+            print(note, file=sys.stderr)
+        print(plan_text(plan, every_shape=arguments.shapes))
+        return 0
+    candidates = plan_many(arguments.overrides, arguments.config_dir)
+    print(candidates_text(candidates))
+    return 0 if any(isinstance(candidate.plan, Plan) for candidate in candidates) else 2
+
+
 def _data(words: list[str]) -> int:
     parser = _Parser(prog="shardlab data", description="Fetch and prepare a dataset, or say where it is looked for.")
     parser.add_argument("name", metavar="NAME", help="wikitext2, nsmc, pydoc, synthetic, or a choice of your own")
@@ -121,6 +151,27 @@ def _data(words: list[str]) -> int:
     check_dataset(config)
     print(describe(config.dataset, check=arguments.check))
     return 0
+
+
+def _parity(words: list[str]) -> int:
+    parser = _Parser(
+        prog="shardlab parity",
+        description="Train a few steps (trainer.steps, 5 by default) under each of the listed values, and compare "
+        "losses, norms and final tensors with those of the first; one value is compared with strategy=single. "
+        "Exit status 0: the same, within the precision's rounding; 1: not the same; 2: wrong config.",
+    )
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="+", help="as for train -m: strategy=single,ddp,tensor")
+    parser.add_argument("--config-dir", metavar="DIR", help="your own choices: DIR/model/NAME.yaml")
+    arguments = parser.parse_intermixed_args(words)
+
+    from shardlab.cluster.environment import find_job
+
+    if (job := find_job()) is not None and job.ranks > 1:
+        raise ShardlabError(f"shardlab parity can't join a job of {job.ranks} processes; start it in one")
+
+    from shardlab.launch.parity import parity
+
+    return parity(arguments.overrides, arguments.config_dir)
 
 
 def _compare(words: list[str]) -> int:
@@ -169,5 +220,12 @@ def _sync(words: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"train": _train, "data": _data, "compare": _compare, "sync": _sync}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "plan": _plan,
+    "data": _data,
+    "parity": _parity,
+    "compare": _compare,
+    "sync": _sync,
+}
 """Subcommand -> its function, which takes the words after it and returns the exit status."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from shardlab.config.overrides import packaged_choices
 from shardlab.errors import ShardlabError
 
-COMMANDS = ("compare", "data", "sync", "train")
+COMMANDS = ("compare", "data", "parity", "plan", "sync", "train")
 """The subcommands."""
 
 FLAGS = ("--cfg", "--config-dir", "--config-name", "--help", "--hydra-help", "--info", "--multirun", "--resolve")
@@ -56,6 +56,10 @@ def _offers(words: list[str], current: str) -> list[str] | tuple[str, ...] | Non
         return ("--check", "--config-dir") if len(words) > 2 else packaged_choices("dataset")
     if command in ("compare", "sync"):
         return ("last",)
+    if command == "parity":
+        return ("--config-dir",) if current.startswith("-") else None
+    if command == "plan":
+        return ("--config-dir", "--multirun", "--shapes") if current.startswith("-") else None
     if command != "train":
         return ()
     return FLAGS if current.startswith("-") else None

@@ -24,6 +24,7 @@ LIGHT = [
     (["train", "--cfg=job", "optimizer.kwargs.momentum=0.9"], "momentum: 0.9"),
     (["train", "-sc", "install=bash"],                  "complete -o nospace"),
     (["data", "--help"],                                "NAME"),
+    (["parity", "--help"],                              "KEY=VALUE"),
     (["compare", "--help"],                             "RUN"),
 ]  # fmt: skip
 
@@ -99,7 +100,7 @@ def test_a_users_primary_config_may_stand_on_the_packaged_one(own_choices, capfd
 STRATEGIES = {f"strategy={name}" for name in packaged_choices("strategy")}
 TABS = [
     # typed so far                               offered
-    ("shardlab ",                                {"train", "data", "compare", "sync"}),
+    ("shardlab ",                                {"train", "data", "parity", "compare", "sync"}),
     ("shardlab tr",                              {"train"}),
     ("shardlab train model=t",                   {"model=tiny", "model=tutorial"}),
     ("shardlab train model=small trainer.st",    {"trainer.steps="}),
@@ -110,6 +111,8 @@ TABS = [
     ("shardlab train --co",                      {"--config-dir", "--config-name"}),
     ("shardlab data w",                          {"wikitext2"}),
     ("shardlab data pydoc --c",                  {"--check", "--config-dir"}),
+    ("shardlab parity strategy=zero",            {"strategy=zero1", "strategy=zero2", "strategy=zero3"}),
+    ("shardlab parity --",                       {"--config-dir"}),
     ("shardlab train broken=[ mod",              set()),
 ]  # fmt: skip
 

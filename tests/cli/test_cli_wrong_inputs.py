@@ -142,7 +142,7 @@ WRONG = [
     ("train -m seed=1,2 hydra.sweep.dir=swept_too", "swept_too already holds another sweep; give another folder"),
 ]
 
-AS_A_PROCESS = 4
+AS_A_PROCESS = 10
 """Every so many cases are real commands; the others call main() here, which takes a tenth of the time."""
 
 

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
@@ -69,6 +71,24 @@ class Launcher:
         for process in self.descendants():
             os.kill(process, 9)
         self.process.wait()
+
+
+def at_once(*launches: Callable[[], Any]) -> list[Any]:
+    """What each call returned or raised, each in a thread of its own."""
+    ends: list[Any] = [None] * len(launches)
+
+    def end(number: int) -> None:
+        try:
+            ends[number] = launches[number]()
+        except BaseException as error:
+            ends[number] = error
+
+    threads = [threading.Thread(target=end, args=(number,)) for number in range(len(launches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return ends
 
 
 def wait_until(claim: Callable[[], bool], seconds: float = 30) -> bool:

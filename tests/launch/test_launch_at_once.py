@@ -2,35 +2,16 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_processes import WITH_TORCH, Launcher, wait_until
+from launch_processes import WITH_TORCH, Launcher, at_once, wait_until
 
 from shardlab.launch.ranks import RanksFailed, run_ranks
 from shardlab.launch.signals import Stop, Stopped
-
-
-def at_once(*launches: Callable[[], Any]) -> list[Any]:
-    """What each call returned or raised, each in a thread of its own."""
-    ends: list[Any] = [None] * len(launches)
-
-    def end(number: int) -> None:
-        try:
-            ends[number] = launches[number]()
-        except BaseException as error:
-            ends[number] = error
-
-    threads = [threading.Thread(target=end, args=(number,)) for number in range(len(launches))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return ends
 
 
 def test_one_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from launch_parts import FINGERPRINT, composed, ended, job_of, stand_in, sweep_of
-from launch_processes import Launcher
 
 from shardlab.errors import ShardlabError
 from shardlab.launch import run as run_module
@@ -22,7 +21,7 @@ from shardlab.tracking.mlflow_sink import sync
 from shardlab.tracking.points import launcher_of
 from shardlab.tracking.provenance import launcher
 from shardlab.tracking.record import EventLog, RunRecord
-from shardlab.tracking.store import Store
+from shardlab.tracking.store import Store, open_store
 from shardlab.tracking.sweep_parent import end_sweep, ship_sweep
 
 
@@ -35,16 +34,9 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A sqlite store, first made by two processes at the same time: each by itself, that breaks it."""
-    folder = tmp_path_factory.mktemp("store")
-    code = "from shardlab.tracking.store import *; print('made', open_store(Store('sqlite:///%s/mlflow.db', 'e'))[1])"
-    both = []
-    for name in "ab":
-        (folder / name).mkdir()
-        both.append(Launcher(code % folder, folder / name))
-    assert [launcher.end(seconds=90) for launcher in both] == [0, 0], [launcher.output for launcher in both]
-    assert [launcher.output for launcher in both] == ["made 1\n", "made 1\n"]  # none of MLflow's chatter either
-    return f"sqlite:///{folder}/mlflow.db"
+    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+    open_store(Store(uri, "e"))
+    return uri
 
 
 def shown(store: str, experiment: str = "e") -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_processes import Launcher, wait_until
+from launch_processes import LIGHT, WITH_TORCH, Launcher
 
 from shardlab.launch.ranks import RanksFailed, run_ranks
 
@@ -90,7 +90,7 @@ print("the script runs")
 print(run_ranks("launch_faults:answer", (5,), 2, log_dir=Path.cwd()), sys.modules["__main__"].__file__)
 """
     (tmp_path / "script.py").write_text(script)
-    launcher = Launcher("import runpy; runpy.run_path('script.py', run_name='__main__')", tmp_path)
+    launcher = Launcher(f"{LIGHT}import runpy; runpy.run_path('script.py', run_name='__main__')", tmp_path)
     assert launcher.end() == 0, launcher.output
     assert launcher.output == "the script runs\n[(0, 5), (1, 5)] script.py\n"
     assert (tmp_path / "rank-0.log").read_text() == ""
@@ -119,17 +119,36 @@ def test_it_works_outside_the_main_thread_and_polls_meanwhile(tmp_path: Path) ->
     assert polls
 
 
-def test_a_fork_server_that_is_killed_takes_its_ranks_with_it(tmp_path: Path) -> None:
-    from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
-
-    def poll() -> None:
-        if len(list(tmp_path.glob("*.ready"))) == 2:
-            os.kill(_forkserver._forkserver_pid, 9)
-
-    with pytest.raises(RanksFailed, match="before it had finished"):
-        run_ranks("launch_faults:work", ("hold lock", 1, tmp_path), 2, log_dir=tmp_path, poll=poll)
-    ranks = [Path("/proc") / ready.read_text() for ready in tmp_path.glob("rank-*.ready")]
-    assert wait_until(lambda: not any(rank.exists() for rank in ranks), 3)
+def test_a_fork_server_that_is_killed_takes_its_ranks_with_it_and_is_started_anew(tmp_path: Path) -> None:
+    script = """
+import os, time
+from multiprocessing.forkserver import _forkserver
+from pathlib import Path
+from shardlab.launch.ranks import RanksFailed, run_ranks
+folder = Path.cwd()
+def poll():
+    if len(list(folder.glob("*.ready"))) == 2:
+        os.kill(_forkserver._forkserver_pid, 9)
+try:
+    run_ranks("launch_faults:work", ("hold lock", 1, folder), 2, log_dir=folder, poll=poll)
+except RanksFailed as failed:
+    print(failed.reason.partition("before")[1:])
+ranks = [Path("/proc") / ready.read_text() for ready in folder.glob("rank-*.ready")]
+deadline = time.monotonic() + 3
+while any(rank.exists() for rank in ranks) and time.monotonic() < deadline:
+    time.sleep(0.02)
+print([rank.exists() for rank in ranks])
+print(run_ranks("launch_faults:answer", (0,), 1, log_dir=folder))
+os.kill(_forkserver._forkserver_pid, 9)  # of no launch
+print(run_ranks("launch_faults:answer", (0,), 1, log_dir=folder))
+"""
+    launcher = Launcher(WITH_TORCH + script, tmp_path)
+    try:
+        assert launcher.end(60) == 0, launcher.output
+    finally:
+        launcher.kill()
+    said = ["('before', ' it had finished')", "[False, False]", "[(0, 0)]", "[(0, 0)]"]
+    assert launcher.output.splitlines() == said
 
 
 def test_an_error_of_the_launcher_itself_leaves_no_rank(tmp_path: Path) -> None:
@@ -142,14 +161,6 @@ def test_an_error_of_the_launcher_itself_leaves_no_rank(tmp_path: Path) -> None:
     for ready in tmp_path.glob("rank-*.ready"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(ready.read_text()), 0)
-
-
-def test_a_fork_server_that_was_killed_is_started_anew(tmp_path: Path) -> None:
-    from multiprocessing.forkserver import _forkserver  # type: ignore[attr-defined]
-
-    run_ranks("launch_faults:answer", (0,), 1, log_dir=tmp_path)
-    os.kill(_forkserver._forkserver_pid, 9)
-    assert run_ranks("launch_faults:answer", (0,), 1, log_dir=tmp_path) == [(0, 0)]
 
 
 def test_a_process_that_was_forked_after_a_launch_starts_a_server_of_its_own(tmp_path: Path) -> None:
@@ -165,7 +176,7 @@ child.start()
 child.join()
 launch()
 """
-    launcher = Launcher(script, tmp_path)
+    launcher = Launcher(LIGHT + script, tmp_path)
     assert launcher.end(60) == 0, launcher.output
     assert launcher.output == "[(0, 5), (1, 5)]\n" * 3
     assert launcher.left_after() == []
@@ -183,6 +194,6 @@ from pathlib import Path
 from shardlab.launch.ranks import run_ranks
 print(run_ranks("launch_faults:work", (), 2, log_dir=Path.cwd()), tempfile.gettempdir() == os.environ["TMPDIR"])
 """
-    launcher = Launcher(code, tmp_path)
+    launcher = Launcher(WITH_TORCH + code, tmp_path)
     assert launcher.end(60) == 0, launcher.output
     assert launcher.output == "[1, 1] True\n"

@@ -4,7 +4,6 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +33,7 @@ def test_a_store_whose_making_was_cut_off_is_made_anew(tmp_path: Path, monkeypat
 
 FIRST_USE = """
 import sys, threading, time
+from pathlib import Path
 from shardlab.config.schema import TrackingConfig
 from shardlab.tracking.store import open_store, store_of
 
@@ -47,10 +47,12 @@ def use(name):
     client.set_terminated(run)
     done.append(name)
 
-process, begin = sys.argv[1:]
+process = sys.argv[1]
 if process != "late":
     import mlflow.store.tracking.sqlalchemy_store
-time.sleep(max(0, float(begin) - time.time()))  # all at once
+Path(process + ".ready").touch()
+while len(list(Path().glob("*.ready"))) < 3:  # all at once
+    time.sleep(0.01)
 done = []
 threads = [threading.Thread(target=use, args=(f"{process}-{number}",)) for number in range(2)]
 for thread in threads:
@@ -62,11 +64,15 @@ sys.exit(len(done) != 2)
 
 
 def test_of_all_that_first_use_a_store_at_once_none_fails_and_nothing_is_lost() -> None:
-    """Four processes of two threads; those of the late one import MLflow at once, too. Without a lock three of four
+    """Three processes of two threads; those of the late one import MLflow at once, too. Without a lock most of them
     would fail in MLflow's migrations."""
-    names, begin = ["a", "b", "c", "late"], str(time.time() + 8)
-    processes = [subprocess.Popen([sys.executable, "-c", FIRST_USE, name, begin]) for name in names]
-    assert [process.wait(timeout=200) for process in processes] == [0] * 4
+    names = ["a", "b", "late"]
+    with Path("said.txt").open("w") as said:
+        processes = [
+            subprocess.Popen([sys.executable, "-c", FIRST_USE, name], stdout=said, stderr=said) for name in names
+        ]
+    ends = [process.wait(timeout=200) for process in processes]
+    assert (ends, Path("said.txt").read_text()) == ([0] * 3, "")  # none of MLflow's chatter either
     client, experiment = open_store(store_of(TrackingConfig()))
     runs = {run.info.run_name: run for run in client.search_runs([experiment])}
     assert set(runs) == {f"{name}-{number}" for name in names for number in range(2)}

@@ -5,11 +5,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from launch_parts import composed, ended, job_of, stand_in, sweep_of
 from launch_processes import LIGHT, Launcher
+from omegaconf import DictConfig
 
+from shardlab.cli import main
 from shardlab.launch import run as run_module
-from shardlab.sweeps import books
+from shardlab.sweeps import books, jobs
 from shardlab.tracking.store import Store
 
 CODE = """
@@ -59,12 +62,32 @@ def test_the_end_of_a_sweep_is_written(
     assert tuple(about["metrics"][f"sweep/jobs_{end}"] for end in ("finished", "failed", "refused")) == counts
 
 
-def test_a_signal_ends_the_wait_for_a_slow_server(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TRAIN_RANK", "prepare"):
         monkeypatch.setattr(run_module, name, getattr(run_module, name))
     stand_in(run_module)
+
+
+@pytest.mark.usefixtures("_stand_in")
+def test_a_job_that_comes_too_late_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra makes a job's folder before the sweep hears of the job: after a failure it once stayed, empty."""
+    hear = jobs.SweepJobs._run
+
+    def late(self: jobs.SweepJobs, cfg: DictConfig) -> object:
+        if HydraConfig.get().job.num == 1:
+            self.stop.pull("job 0 failed")
+        return hear(self, cfg)
+
+    monkeypatch.setattr(jobs.SweepJobs, "_run", late)
+    main(["train", "-m", "strategy=ddp", "model.name=none", "tracking=none", "hydra.sweep.dir=all", "seed=1,2"])
+    assert not Path("all/1").exists()
+
+
+@pytest.mark.usefixtures("_stand_in")
+def test_a_signal_ends_the_wait_for_a_slow_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     sweep, answered = sweep_of("all"), threading.Event()
     run_module.run(composed("none", "run_dir=all/0"), job=job_of(sweep, 0))
     ended(sweep, 0)

@@ -103,6 +103,7 @@ def measured(place: Place, config: Config, data_dir: Path) -> tuple[dict[str, Co
 
 SMALL = ["model=tiny", "model.n_layers=4", "trainer.global_batch=13", "trainer.micro_batch=2", "runtime.threads=1"]
 HYBRID = "strategy=hybrid ranks=4 strategy.pipeline=1 strategy.tensor=1"
+SEQUENCE = "strategy.sequence_parallel=true"
 CASES = [
     "strategy=single",
     "strategy=ddp",
@@ -125,17 +126,22 @@ CASES = [
     f"{HYBRID} strategy.shard=2 strategy.pipeline=2 strategy.schedule=1f1b model.tie=true",
     f"{HYBRID} strategy.replicate=2 strategy.pipeline=2 strategy.schedule=interleaved_zero_bubble",
     f"{HYBRID} strategy.shard=2 strategy.pipeline=2 strategy.schedule=interleaved_zero_bubble precision=fp64",
-    "strategy=tensor ranks=3 model.n_heads=3 model.d_model=48 model.d_ff=96 strategy.sequence_parallel=true",
-    "strategy=tensor strategy.sequence_parallel=true dataset=synthetic dataset.task=classifier dataset.seq_len=33",
-    "strategy=hybrid ranks=4 strategy.sequence_parallel=true strategy.activation_checkpoint=always model.norm=pre",
-    f"{HYBRID} strategy.shard=2 strategy.tensor=2 strategy.sequence_parallel=true strategy.activation_checkpoint=always",
+    f"strategy=tensor ranks=3 model.n_heads=3 model.d_model=48 model.d_ff=96 {SEQUENCE}",
+    f"strategy=tensor {SEQUENCE} dataset=synthetic dataset.task=classifier dataset.seq_len=33",
+    f"strategy=hybrid ranks=4 {SEQUENCE} strategy.activation_checkpoint=always model.norm=pre",
+    f"{HYBRID} strategy.shard=2 strategy.tensor=2 {SEQUENCE} strategy.activation_checkpoint=always",
     "strategy=tensor strategy.activation_checkpoint=except_last model.norm=pre model.dropout=0",
-    "strategy=tensor strategy.activation_checkpoint=always strategy.sequence_parallel=true model.norm=pre model.dropout=0",
+    f"strategy=tensor strategy.activation_checkpoint=always {SEQUENCE} model.norm=pre model.dropout=0",
     "strategy=zero3 strategy.activation_checkpoint=always model.positions=learned",
+    "strategy=tensor precision=bf16",
+    f"strategy=hybrid ranks=4 precision=bf16 {SEQUENCE} strategy.activation_checkpoint=always",
+    "strategy=zero3 precision=fp16 model.norm=pre",
+    "strategy=zero2 model.tie=true",
+    "strategy=zero1 model.tie=true",
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_and_memory_are_those_of_real_ranks(case, tmp_path):
     config = check(compose([*SMALL, *case.split()]).config)
     data = prepare(config.dataset)

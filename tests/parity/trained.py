@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +9,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from shardlab.analysis.same import BOUNDS, compare, outcome_of
 from shardlab.config.check import check
 from shardlab.config.compose import compose
+from shardlab.config.schema import Config
 from shardlab.data.prepare import prepare
 from shardlab.launch.ranks import run_ranks
 from shardlab.tracking.record import read_events
 from shardlab.training.best import best_path
 from shardlab.training.loop import train_rank
+from shardlab.training.place import Place
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ TIMES = ("seconds", "time", "pid", "peak_memory")
 
 def train(folder: Path, overrides: list[str], fault: str | None = None) -> Trained:
     """Train in fresh ranks, with a fault of faults.py planted in every rank if one is named."""
-    config = check(compose(["trainer.test=false", *overrides, "runtime.threads=1"]).config)
+    config = checked(overrides)
     folder.mkdir(parents=True)
     arguments = (config, folder, prepare(config.dataset))
     if fault is None:
@@ -45,6 +47,32 @@ def train(folder: Path, overrides: list[str], fault: str | None = None) -> Train
         from faults import train_with_fault
 
         run_ranks(train_with_fault, (fault, *arguments), config.ranks, log_dir=folder)
+    return read(folder)
+
+
+def checked(overrides: list[str]) -> Config:
+    """The config, with the settings that every run of the tests has."""
+    return check(compose(["trainer.test=false", *overrides, "runtime.threads=1"]).config)
+
+
+def train_together(folder: Path, trainings: dict[str, list[str]]) -> dict[str, Trained]:
+    """Train several configs of one rank each, one after the other in one process, which is quicker."""
+    configs = {name: checked([*overrides, "strategy=single"]) for name, overrides in trainings.items()}
+    for name in configs:
+        (folder / name).mkdir(parents=True)
+    runs = [(config, folder / name, prepare(config.dataset)) for name, config in configs.items()]
+    run_ranks("trained:train_each", (runs,), 1, log_dir=folder)
+    return {name: read(folder / name) for name in configs}
+
+
+def train_each(place: Place, runs: list[tuple[Config, Path, Path]]) -> None:
+    """Train as one rank, run after run."""
+    for run in runs:
+        train_rank(place, *run)
+
+
+def read(folder: Path) -> Trained:
+    """What a run has left in its folder."""
     events = [
         {key: value for key, value in event.items() if key not in TIMES}
         for event in read_events(folder / "events.jsonl")
@@ -53,27 +81,15 @@ def train(folder: Path, overrides: list[str], fault: str | None = None) -> Train
 
 
 def difference(one: Trained, other: Trained) -> float:
-    """The largest relative difference between two runs: losses, norms, and every final tensor; inf if one isn't finite.
+    """The largest relative difference between two runs: losses, norms, evaluations, and every final tensor.
 
-    The best models must be those after the last step. A tensor's is max|a-b| / max|a|; key biases are left out, since
-    their gradient is analytically zero.
+    The best models must be those after the last step. See analysis/same.py.
     """
-    apart = []
-    for key in ("loss", "grad_norm"):
-        a, b = one.column(key), other.column(key)
-        assert len(a) == len(b) > 0
-        apart += [abs(x - y) / abs(x) for x, y in zip(a, b, strict=True)]
-        assert [e["step"] for e in (*one.events, *other.events) if e["event"] == "best"][-1] == len(a)
-    assert one.weights.keys() == other.weights.keys()
-    for name, a in one.weights.items():
-        a, b = without_key_bias(name, a.double()), without_key_bias(name, other.weights[name].double())
-        apart.append(float((a - b).abs().max() / a.abs().max()))
-    return max(apart) if all(math.isfinite(value) for value in apart) else math.inf
-
-
-def without_key_bias(name: str, value: Tensor) -> Tensor:
-    """A joint bias without its key part."""
-    return value[[0, 2]] if name.endswith("qkv.bias") else value
+    for run in (one, other):
+        steps = len(run.column("loss"))
+        assert [event["step"] for event in run.events if event["event"] == "best"][-1] == steps, "not the last model"
+    outcomes = [outcome_of(run.events, {n: w.numpy() for n, w in run.weights.items()}) for run in (one, other)]
+    return max(apart.largest for apart in compare(*outcomes, BOUNDS["fp64"]))
 
 
 def identical(one: Trained, other: Trained) -> bool:

@@ -7,7 +7,7 @@ before. Under ZeRO, gathered units and gradients on their way to their owners co
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardlab.analysis.work import Work
 from shardlab.analysis.zero import walk
@@ -34,6 +34,10 @@ class Memory:
         """Parameters, gradients and optimizer state."""
         return self.parameters + self.gradients + self.optimizer
 
+    def with_activations(self, activations: int) -> Memory:
+        """The same with activations."""
+        return replace(self, activations=activations)
+
     @property
     def total(self) -> int:
         """All kinds: as if each were most at the same time."""
@@ -59,7 +63,7 @@ def held_elements(work: Work, part: Part) -> int:
 
 
 def used(work: Work, owner: str, part: Part) -> bool:
-    """Whether a part holds an entry that has values of its own: for a place of its own, or of one that is tied to it."""
+    """Whether a part holds an entry that has values of its own, for its own place or that of one that is tied to it."""
     return any(entry.layer in part.layers for entry in work.table if owner in (entry.name, entry.tied_to))
 
 
@@ -77,7 +81,7 @@ def arriving_elements(work: Work, part: Part) -> int:
 
 
 def trained_shapes(work: Work, part: Part, shard: int) -> list[tuple[int, ...]]:
-    """Shapes of what a rank's optimizer trains: its parameters, or its pieces of them. shard: its number on that axis"""
+    """Shapes of what a rank's optimizer trains: its parameters, or pieces of them. shard: its number on that axis"""
     if work.mesh.shard == 1:
         return [part.shape(entry) for entry in work.table.own if used(work, entry.name, part)]
     pieces = (unit.pieces(part, shard) for unit in units(work.table, part, work.mesh.shard))

@@ -24,6 +24,7 @@ from shardlab.config.schema import (
     ModelConfig,
     NsmcConfig,
     Positions,
+    Precision,
     RuntimeConfig,
     StepConfig,
     TextConfig,
@@ -31,6 +32,7 @@ from shardlab.config.schema import (
 )
 from shardlab.config.strategies import (
     at_least,
+    check_compile,
     check_ranks,
     check_split,
     is_classifier,
@@ -77,13 +79,13 @@ def whole_machine() -> Share:
     return Share(available_cores(), visible_gpus())
 
 
-def settle(composed: Composed, share: Share | None = None) -> tuple[Composed, list[str]]:
+def settle(composed: Composed, share: Share | None = None, *, values: bool = True) -> tuple[Composed, list[str]]:
     """The composed config after `check`, and notes for the user: what was asked for and could not be taken.
 
-    share: of the machine; by default all of it. Raises ShardlabError.
+    share: of the machine; by default all of it. values: see `check`. Raises ShardlabError.
     """
     share = share or whole_machine()
-    asked, config = composed.config, check(composed.config, share)
+    asked, config = composed.config, check(composed.config, share, values=values)
     notes = []
     if config.ranks != asked.ranks and any(override.startswith("ranks=") for override in composed.overrides):
         notes.append(f"strategy=single runs on one rank; ranks={asked.ranks} is left unused")
@@ -94,11 +96,12 @@ def settle(composed: Composed, share: Share | None = None) -> tuple[Composed, li
     return replace(composed, config=config, yaml=config_yaml(config)), notes
 
 
-def check(config: Config, share: Share | None = None) -> Config:
+def check(config: Config, share: Share | None = None, *, values: bool = True) -> Config:
     """The config with open values settled, after every rule has been looked at.
 
     Settled: ranks (1 under strategy=single), trainer.micro_batch and strategy.split of a pipeline, runtime.device (cpu
     or cuda), runtime.threads (the share's cores, evenly). share: of the machine; by default all of it
+    values: let torch judge those of optimizer.kwargs, for which it must be imported
 
     Raises ShardlabError, one line with what would work.
     """
@@ -111,22 +114,25 @@ def check(config: Config, share: Share | None = None) -> Config:
     config = replace(config, strategy=settle_strategy(config.strategy))
     _check_model(config.model)
     check_split(config)
+    check_compile(config)
     check_dataset(config)
     _check_trainer(config.trainer)
     _check_shares(config)
     _positive("optimizer.lr", config.optimizer.lr)
-    check_optimizer(config.optimizer)
+    check_optimizer(config.optimizer, values=values)
     _check_scheduler(config)
     at_least("sweep.parallel", config.sweep.parallel, 1)
     check_objective(config.sweep.objective, is_classifier(config))
     if config.tracking.name not in ("mlflow", "none"):
         raise ShardlabError(f"tracking.name={config.tracking.name} is unknown; it is mlflow or none")
+    runtime = _settle(config.runtime, ranks, share or whole_machine())
+    _check_precision(config.precision.name, runtime.device)
     return replace(
         config,
         ranks=ranks,
         trainer=settle_cut(config.trainer, config.strategy),
         dataset=_settle_path(config.dataset),
-        runtime=_settle(config.runtime, ranks, share or whole_machine()),
+        runtime=runtime,
     )
 
 
@@ -254,6 +260,15 @@ def _settle(runtime: RuntimeConfig, ranks: int, share: Share) -> RuntimeConfig:
         device = Device.cuda if device is Device.cuda or enough else Device.cpu
     threads = runtime.threads or max(1, share.cores // ranks)
     return replace(runtime, device=device, threads=threads)
+
+
+def _check_precision(precision: Precision, device: Device) -> None:
+    """The device must be settled. The others run on every device, and with every optimizer: it sees fp32 alone."""
+    if precision is Precision.tf32 and device is Device.cpu:
+        raise ShardlabError(
+            "precision=tf32 is a way of NVIDIA's GPUs to multiply, and this run is on the CPU; "
+            "precision=fp32, or bf16 for less exact products, would run"
+        )
 
 
 def available_cores() -> int:

@@ -100,8 +100,11 @@ def state_elements(config: OptimizerConfig, shape: tuple[int, ...]) -> int:
     return (_STATE.get(config.name, 2) + more) * math.prod(shape)
 
 
-def check_optimizer(config: OptimizerConfig) -> None:
-    """Raise ShardlabError unless torch.optim has the class, with these arguments and values, and it can train."""
+def check_optimizer(config: OptimizerConfig, *, values: bool = True) -> None:
+    """Raise ShardlabError unless torch.optim has the class, with these arguments and values, and it can train.
+
+    values: let torch judge those of the arguments
+    """
     known = optimizers()
     usable = [name for name in known if name not in REFUSED]
     if config.name in REFUSED:
@@ -117,7 +120,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
                 f"optimizer.kwargs.{name}: {config.name} has no such argument{nearest(name, known[config.name])}"
                 f" (it has {allowed})"
             )
-    if config.kwargs:
+    if config.kwargs and values:
         _try_values(config.name, config.lr, config.kwargs)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -83,19 +84,19 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv = Linear(table, part, f"{name}.qkv")
         self.out = RowLinear(table, part, f"{name}.out")
-        self._axis = part.axis
-        self._enter, _ = crossing(part)
+        self.axis = part.axis
+        self.enter, _ = crossing(part)
 
     def forward(self, x: Tensor, hidden: Tensor, masks: Masks | None, site: int) -> Tensor:
         """x: [rows, positions held, d_model]; hidden: see `attention_mask`; site: of the probabilities' dropout"""
-        x = self._enter(x, self._axis)
+        x = self.enter(x, self.axis)
         rows, seq, _ = x.shape
         _, n_heads, d_head, _ = self.qkv.weight.shape  # the heads that are here
         q, k, v = self.qkv(x).view(rows, seq, 3, n_heads, d_head).permute(2, 0, 3, 1, 4)
         scores = (q * d_head**-0.5) @ k.transpose(-2, -1)
         probabilities = widened(scores.masked_fill(hidden, -math.inf)).softmax(-1)
         if masks is not None:
-            probabilities = masks.drop(probabilities, site, dim=1, first=self._axis.rank * n_heads)
+            probabilities = masks.drop(probabilities, site, dim=1, first=self.axis.rank * n_heads)
         mixed = (probabilities @ v).transpose(1, 2).reshape(rows, seq, n_heads * d_head)
         return cast(Tensor, self.out(mixed))
 
@@ -107,44 +108,50 @@ class FeedForward(nn.Module):
         super().__init__()
         self.up = Linear(table, part, f"{name}.up")
         self.down = RowLinear(table, part, f"{name}.down")
-        self._axis = part.axis
-        self._enter, _ = crossing(part)
+        self.axis = part.axis
+        self.enter, _ = crossing(part)
         self._activation = F.relu if activation is Activation.relu else F.gelu
 
     def forward(self, x: Tensor, masks: Masks | None, site: int) -> Tensor:
         """x: [rows, positions held, d_model]"""
-        x = self._activation(self.up(self._enter(x, self._axis)))
+        x = self._activation(self.up(self.enter(x, self.axis)))
         if masks is not None:
-            x = masks.drop(x, site, dim=2, first=self._axis.rank * x.shape[2])
+            x = masks.drop(x, site, dim=2, first=self.axis.rank * x.shape[2])
         return cast(Tensor, self.down(x))
 
 
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each with its residual sum and normalisation."""
 
-    def __init__(self, table: ParameterTable, part: Part, layer: int, shape: Shape) -> None:
+    def __init__(self, table: ParameterTable, part: Part, name: str, shape: Shape) -> None:
         super().__init__()
-        name = f"layers.{layer}"
         self.attention = Attention(table, part, f"{name}.attention")
         self.attention_norm = LayerNorm(table, part, f"{name}.attention_norm")
         self.feed_forward = FeedForward(table, part, f"{name}.feed_forward", shape.activation)
         self.feed_forward_norm = LayerNorm(table, part, f"{name}.feed_forward_norm")
         self._pre = shape.norm is Norm.pre
-        self._first_site = 1 + layer * len(BLOCK_SITES)
         self._rank = part.axis.rank if part.sequence_parallel else 0
 
     def forward(self, x: Tensor, hidden: Tensor, masks: Masks | None) -> Tensor:
-        """x: [rows, positions held, d_model]; hidden: see `attention_mask`; masks None: nothing is dropped"""
-        first = self._first_site
+        """x: [rows, positions held, d_model]; hidden: see `attention_mask`
+
+        masks: with the keys of BLOCK_SITES alone, so that all layers compute the same; None: nothing is dropped
+        """
 
         def dropped(y: Tensor, site: int) -> Tensor:
             return y if masks is None else masks.drop(y, site, first=self._rank * y.shape[1])
 
         if self._pre:
-            x = x + dropped(self.attention(self.attention_norm(x), hidden, masks, first), first + 1)
-            return x + dropped(self.feed_forward(self.feed_forward_norm(x), masks, first + 2), first + 3)
-        x = self.attention_norm(x + dropped(self.attention(x, hidden, masks, first), first + 1))
-        return cast(Tensor, self.feed_forward_norm(x + dropped(self.feed_forward(x, masks, first + 2), first + 3)))
+            x = x + dropped(self.attention(self.attention_norm(x), hidden, masks, 0), 1)
+            return x + dropped(self.feed_forward(self.feed_forward_norm(x), masks, 2), 3)
+        x = self.attention_norm(x + dropped(self.attention(x, hidden, masks, 0), 1))
+        return cast(Tensor, self.feed_forward_norm(x + dropped(self.feed_forward(x, masks, 2), 3)))
+
+
+def _of_layer(masks: Masks | None, layer: int) -> Masks | None:
+    """The dropout of a layer's sites."""
+    first = 1 + layer * len(BLOCK_SITES)
+    return masks and replace(masks, keys=masks.keys[first : first + len(BLOCK_SITES)])
 
 
 class Transformer(nn.Module):
@@ -164,7 +171,7 @@ class Transformer(nn.Module):
         if self.embedding is not None and shape.positions is Positions.learned:
             self.positions = Embedding(table, part, "positions")
         here = [layer for layer in range(shape.n_layers) if layer in part.layers]
-        self.layers = nn.ModuleDict({str(layer): Block(table, part, layer, shape) for layer in here})
+        self.layers = nn.ModuleDict({str(layer): Block(table, part, f"layers.{layer}", shape) for layer in here})
         if end in part.layers and shape.norm is Norm.pre:
             self.norm = LayerNorm(table, part, "norm")
         self.head = Linear(table, part, "head") if end in part.layers else None
@@ -192,7 +199,7 @@ class Transformer(nn.Module):
         if self.embedding is not None:
             x = run(-1, partial(self._embed, masks=masks), x)
         for layer, block in self.layers.items():
-            x = run(int(layer), partial(block, hidden=hidden, masks=masks), x)
+            x = run(int(layer), partial(block, hidden=hidden, masks=_of_layer(masks, int(layer))), x)
         return x if self.head is None else run(self.shape.n_layers, partial(self._logits, seq=seq), x)
 
     def _padded(self, seq: int) -> int:

@@ -143,13 +143,13 @@ class SweepJobs(Jobs):
 
     def _run(self, cfg: DictConfig) -> "Objective | Future[Objective]":
         self.started = True
-        self.check()
         hydra = cast(DictConfig, HydraConfig.get())
         words = [without_credentials(word) for word in hydra.overrides.task]
         own = [word for word in words if word.lstrip("+").partition("=")[0] in self.plan.varied]
         row = Row(int(hydra.job.num), " ".join(own or words), "", "running", overrides=own or words)
         subfolder = self.plan.folder / str(hydra.sweep.subdir)
         self._remove_empty(subfolder)  # Hydra makes it for each job, begun or not
+        self.check()
         try:
             composed = composed_from(cfg, hydra)
             row = replace(row, hash=composed.hash)

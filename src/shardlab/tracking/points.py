@@ -37,7 +37,7 @@ def points(event: Event) -> Iterator[Point]:
     kind, step = event["event"], event.get("step", 0)
     values: dict[str, Any] = {}
     if kind == "step":
-        values = {f"train/{key}": event.get(key) for key in ("loss", "grad_norm", "lr", "epoch")}
+        values = {f"train/{key}": event.get(key) for key in ("loss", "grad_norm", "lr", "epoch", "loss_scale")}
         if event.get("seconds"):
             values["perf/tokens_per_s"] = event["tokens"] / event["seconds"]
             values["perf/step_seconds"] = event["seconds"]

@@ -28,6 +28,7 @@ from shardlab.parallel.table import ParameterTable
 from shardlab.parallel.units import units
 from shardlab.parallel.values import held, materialise, uses
 from shardlab.parallel.weight_gradients import WeightGradients
+from shardlab.training.compiled import compile_layers
 from shardlab.training.nonfinite import Skipped
 from shardlab.training.precision import PARAMETERS, LossScale, loss_scale
 from shardlab.training.pulse import beat
@@ -86,10 +87,13 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
     part = of(tuple(place for stage in mine for place in stages[stage]))
     reducer, parameters = build_parameters(config, mesh, device, table, part, [*models.values()])
     weight_gradients = WeightGradients(reducer.arrived)
-    if strategy.schedule.name in SPLIT or strategy.shard > 1:
+    # Under level 1 and 2 the plain product would do, and it is the one that can be compiled.
+    if strategy.schedule.name in SPLIT or (strategy.shard > 1 and not config.runtime.compile):
         for module in (module for model in models.values() for module in model.modules()):
             if isinstance(module, Linear):
                 module.weight_gradients = weight_gradients
+    if config.runtime.compile:
+        compile_layers([*models.values()])
     return Training(
         config=config,
         mesh=mesh,

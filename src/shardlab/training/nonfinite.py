@@ -68,14 +68,15 @@ def skip_or_end(
 
     lost: what `lost_micro_batch` said; norm: of the gradients, unscaled
 
-    Raises RunEnded if the run is not to go on.
+    Raises RunEnded if the run is not to go on; a skipped step's reason goes to the rank's log.
     """
     skipped.in_a_row += 1
-    if lost is None and scale is not None and scale.value > SMALLEST_SCALE:
-        scale.back_off()
-        return
     at = "" if scale is None else f" at a loss scale of {scale.value:g}"
     reason = lost or f"the gradient norm is {norm}{at}"
+    if lost is None and scale is not None and scale.value > SMALLEST_SCALE:
+        scale.back_off()
+        print(f"step {step}: {reason}; skipped, the scale is halved")
+        return
     if policy is OnNonFinite.stop:
         would = "trainer.on_nonfinite=skip" if lost or not at else "precision=bf16"
         raise RunEnded(f"step {step}: {reason}; nothing was updated, {would} would go on")
@@ -83,3 +84,4 @@ def skip_or_end(
         raise RunEnded(
             f"step {step}: {reason}; it is the last of {MOST_SKIPPED} skipped steps in a row, and nothing would change"
         )
+    print(f"step {step}: {reason}; skipped")

@@ -1,0 +1,192 @@
+"""Whether two runs are the same run: losses, gradient norms, evaluations and final tensors, each within a bound.
+
+One measure for the tests and for `shardlab parity`. A difference is relative, |a-b| / |a| of a number, and
+max|a-b| / max|a| of a tensor; a mesh changes nothing but the order of sums, so in fp64 what is left is rounding of
+1e-15, and the bound of 1e-9 lies far from it and further still from any mistake. What isn't finite is never the same.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardlab.tracking.record import EVENTS, read_events
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+GROUPS = ("embedding", "attention", "feed_forward", "norms", "head")
+"""The groups of tensors, in forward order."""
+
+QUANTITIES = ("loss", "grad_norm", "evaluation", *GROUPS)
+"""All that is judged, in the order of `compare`."""
+
+BEST = Path("checkpoints", "best.safetensors")
+"""Where in its folder a run keeps its best model (training/best.py, which needs torch)."""
+
+SMALLEST = 1e-3
+"""A tensor is measured by its largest element, but at least by this share of the largest of its kind in any layer: one
+that has hardly left zero is all rounding."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far apart two runs may be. first: losses, evaluations and norms of the first step; later: of the others;
+    norms: where norms may be further apart than losses; tensors: after the last step"""
+
+    first: float
+    later: float
+    tensors: float
+    norms: float = 0.0
+
+
+BOUNDS = {
+    "fp64": Bounds(1e-9, 1e-9, 1e-9),
+    "fp32": Bounds(1e-5, 1e-4, 1e-3),
+    "tf32": Bounds(1e-3, 1e-3, 2e-2, norms=1e-2),
+    "bf16": Bounds(1e-3, 1e-3, 2e-2, norms=1e-2),
+    "fp16": Bounds(1e-3, 1e-3, 2e-2, norms=1e-2),
+}
+"""By precision. Those of fp32 hold for some 50 steps at a stable setting: beyond that, rounding grows by itself. In
+the narrower ones a tensor split adds products that have been rounded already."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left behind.
+
+    losses, norms: of each step; the norm of one that fp16 skipped is None
+    evaluations: (split and step, loss)
+    weights: after the last step, by canonical name
+    """
+
+    losses: list[float]
+    norms: list[float | None]
+    evaluations: list[tuple[str, float]]
+    weights: Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The distance of one quantity of two runs.
+
+    quantity: loss, grad_norm, evaluation, or a group of tensors
+    largest, at: the largest relative difference, and the step or tensor where it is
+    beyond: of those that exceed their bound the first: (difference, where, bound)
+    """
+
+    quantity: str
+    largest: float
+    at: str
+    beyond: tuple[float, str, float] | None
+
+    @property
+    def complaint(self) -> str:
+        """What is beyond its bound, and where."""
+        assert self.beyond is not None
+        difference, at, bound = self.beyond
+        return f"{self.quantity} differs by {difference:.1e} at {at}, more than {bound:.0e}"
+
+
+def read_outcome(folder: Path) -> Outcome:
+    """The outcome of a run that was evaluated after its last step alone, so that its best model is its last."""
+    from safetensors.numpy import load_file
+
+    return outcome_of(read_events(folder / EVENTS), load_file(folder / BEST))
+
+
+def outcome_of(events: Iterable[Mapping[str, Any]], weights: Mapping[str, NDArray[Any]]) -> Outcome:
+    """The outcome that a run's events tell."""
+    steps, evaluations = [], []
+    for event in events:
+        if event["event"] == "step":
+            steps.append(event)
+        elif event["event"] == "eval":
+            evaluations.append((f"{event['split']} at step {event['step']}", event["loss"]))
+    norms = [None if event.get("skipped") else event["grad_norm"] for event in steps]
+    return Outcome([event["loss"] for event in steps], norms, evaluations, weights)
+
+
+def compare(reference: Outcome, other: Outcome, bounds: Bounds) -> list[Apart]:
+    """The distance of each quantity. Raises ValueError for runs of unlike length, or of different tensors."""
+    if len(reference.losses) != len(other.losses) or not reference.losses:
+        raise ValueError(f"runs of {len(reference.losses)} and {len(other.losses)} steps can't be compared")
+    if reference.weights.keys() != other.weights.keys():
+        raise ValueError(f"different tensors: {sorted(reference.weights.keys() ^ other.weights.keys())}")
+    if [at for at, _ in reference.evaluations] != [at for at, _ in other.evaluations]:
+        raise ValueError("different evaluations")
+    found = []
+    for quantity, a, b, least in (
+        ("loss", reference.losses, other.losses, 0.0),
+        ("grad_norm", reference.norms, other.norms, bounds.norms),
+    ):
+        steps = enumerate(map(of_numbers, a, b), 1)
+        bounded = [(d, f"step {n}", max(least, bounds.first if n == 1 else bounds.later)) for n, d in steps]
+        found.append(_apart(quantity, bounded))
+    evaluated = zip(reference.evaluations, other.evaluations, strict=True)
+    found.append(_apart("evaluation", [(of_numbers(a, b), at, bounds.later) for (at, a), (_, b) in evaluated]))
+    tensors: dict[str, list[tuple[float, str, float]]] = {group: [] for group in GROUPS}
+    for name, difference in of_tensors(reference.weights, other.weights).items():
+        tensors[group_of(name)].append((difference, name, bounds.tensors))
+    return found + [_apart(group, each) for group, each in tensors.items()]
+
+
+def _apart(quantity: str, differences: list[tuple[float, str, float]]) -> Apart:
+    largest, at, _ = max(differences, default=(0.0, "-", 0.0))
+    return Apart(quantity, largest, at, next((each for each in differences if each[0] > each[2]), None))
+
+
+def of_numbers(a: float | None, b: float | None) -> float:
+    """|a-b| / |a|; inf where one isn't finite, or one alone is None."""
+    if a is None or b is None:
+        return 0.0 if a is b else math.inf
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    if a == b:
+        return 0.0
+    return abs(a - b) / abs(a) if a else math.inf
+
+
+def of_tensors(a: Mapping[str, NDArray[Any]], b: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+    """max|a-b| / max|a| of each tensor, see SMALLEST; inf where an element isn't finite."""
+    import numpy as np
+
+    largest: dict[str, float] = {}
+    for name, value in a.items():
+        kind = kind_of(name)
+        largest[kind] = max(largest.get(kind, 0.0), float(np.abs(judged(name, value)).max()))
+    differences = {}
+    for name in a:
+        one, other = (judged(name, each[name]).astype(np.float64) for each in (a, b))
+        scale = max(float(np.abs(one).max()), SMALLEST * largest[kind_of(name)])
+        apart = float(np.abs(one - other).max())
+        if not math.isfinite(apart) or (apart > 0 and scale == 0):
+            differences[name] = math.inf
+        else:
+            differences[name] = apart / scale if apart else 0.0
+    return differences
+
+
+def judged(name: str, value: NDArray[Any]) -> NDArray[Any]:
+    """What is judged of a tensor: a joint bias without its key part, whose gradient is analytically zero.
+
+    Adding the same number to all scores of a query leaves their softmax as it is: what a key bias gets is rounding.
+    """
+    return value[[0, 2]] if name.endswith("qkv.bias") else value
+
+
+def kind_of(name: str) -> str:
+    """A canonical name without its layer."""
+    return re.sub(r"^layers\.\d+\.", "", name)
+
+
+def group_of(name: str) -> str:
+    """The group of GROUPS that a canonical name belongs to."""
+    first = kind_of(name).split(".")[0]
+    if first.endswith("norm"):
+        return "norms"
+    return "embedding" if first == "positions" else first
