@@ -69,8 +69,10 @@ def _skip(law: Law, count: int, generator: torch.Generator) -> None:
 
 
 def uses(models: list[nn.Module]) -> Callable[[nn.Parameter], int]:
-    """By parameter, how many of this rank's models hold it."""
-    count = Counter(parameter for model in models for parameter in model.parameters())
+    """By parameter, in how many places this rank's models hold it: a tied weight at both ends of one model counts twice,
+    as its gradient arrives twice where a product's is added by hand (weight_gradients.py)."""
+    names = [name for model in models for name in model.named_parameters(remove_duplicate=False)]
+    count = Counter(parameter for _, parameter in names)
     return lambda parameter: count[parameter]
 
 
