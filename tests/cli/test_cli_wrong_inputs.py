@@ -85,7 +85,7 @@ WRONG = [
     ("train strategy=pipeline_naive strategy.schedule=gpipe", "strategy=pipeline takes every schedule"),
     (
         "train runtime.compile=true strategy=hybrid ranks=4",
-        "takes one axis of the mesh, not strategy.pipeline=2 with strategy.tensor=2; one of them or runtime.compile=fal",
+        "takes one axis of the mesh, not strategy.pipeline=2 with strategy.tensor=2; one of them or runtime",
     ),
     ("train runtime.compile=true strategy=zero3", "strategy.shard_level=parameters frees them; strategy=zero2 or run"),
     (
