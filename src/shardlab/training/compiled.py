@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from shardlab.errors import ShardlabError
 from shardlab.models.transformer import Transformer
+from shardlab.parallel.dropout import kept
 
 
 def compile_layers(models: Iterable[Transformer], device: torch.device) -> None:
@@ -35,8 +36,7 @@ def compile_layers(models: Iterable[Transformer], device: torch.device) -> None:
             "install it, name another in CXX, or take runtime.compile=false"
         )
     inductor.compile_threads = 1
-    # What the masks keep of earlier calls is a function of its arguments alone, which is all that torch asks.
-    warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+    _keep_masks_as_they_are()
     for model in models:
         for layer in model.layers.values():
             for module in layer.modules():
@@ -44,3 +44,15 @@ def compile_layers(models: Iterable[Transformer], device: torch.device) -> None:
                     if hasattr(module, crossing) and model.part.axis.group is not None:
                         setattr(module, crossing, torch.compiler.disable(getattr(module, crossing)))
             layer.compile()
+
+
+def _keep_masks_as_they_are() -> None:
+    """Make `kept` an operation that torch.compile calls and doesn't look into: dropout.py says why."""
+    if hasattr(torch.ops.shardlab, "kept"):
+        return
+    schema = "(Tensor key, Tensor rows, SymInt[] firsts, SymInt[] sizes, float p) -> Tensor"
+    operation = torch.library.custom_op("shardlab::kept", kept, mutates_args=(), schema=schema)
+
+    @operation.register_fake
+    def shape(key: Tensor, rows: Tensor, firsts: list[int], sizes: list[int], p: float) -> Tensor:
+        return rows.new_empty((len(rows), *sizes), dtype=torch.bool)
