@@ -93,7 +93,7 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
             if isinstance(module, Linear):
                 module.weight_gradients = weight_gradients
     if config.runtime.compile:
-        compile_layers([*models.values()])
+        compile_layers(models.values(), device)
     return Training(
         config=config,
         mesh=mesh,
@@ -136,7 +136,7 @@ def build_parameters(
     )
     materialise(models, table, part, config.seed, sharded.put, after_each=beat)
     parameters = held(models, table)
-    sharded.attach(parameters, uses(models))
+    sharded.attach(parameters, uses(models, apart=not config.runtime.compile))
     return sharded, parameters
 
 
