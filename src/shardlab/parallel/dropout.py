@@ -15,8 +15,9 @@ the keys of a long run collide.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -66,6 +67,19 @@ def keep(key: Tensor, premixed: list[Tensor], p: float) -> Tensor:
     return h >= round(p * 2**32) - 2**31
 
 
+def kept(key: Tensor, rows: Tensor, firsts: Sequence[int], sizes: Sequence[int], p: float) -> Tensor:
+    """Which elements of a slice stay: bool of shape [len(rows), *sizes].
+
+    rows: as `premix` gives it
+    firsts: where the slice begins along each further dim; sizes: its size there
+
+    Under torch.compile it is called as it is (training/compiled.py): a C++ compiler may take it that an int32 never
+    overflows, as this hash must. With g++ a seventh of a mask came out otherwise.
+    """
+    counted = [_counted(first, size, rows.device) for first, size in zip(firsts, sizes, strict=True)]
+    return keep(key, [rows, *counted], p)
+
+
 @dataclass(frozen=True)
 class Masks:
     """The dropout of one micro-batch in one step.
@@ -78,6 +92,10 @@ class Masks:
     keys: Tensor
     rows: Tensor
     p: float
+    _rows: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_rows", premix(self.rows))
 
     def drop(self, x: Tensor, site: int, dim: int = 1, first: int = 0) -> Tensor:
         """Zero a share p of x and scale the rest by 1/(1-p).
@@ -86,10 +104,5 @@ class Masks:
         dim, first: x is a slice of the whole along that dim, from that index on
         """
         firsts = [first if dim == place else 0 for place in range(1, x.dim())]
-        counted = [_counted(start, size, x.device) for start, size in zip(firsts, x.shape[1:], strict=True)]
-        kept = keep(self.keys[site], [self._rows, *counted], self.p)
-        return x * kept.to(x.dtype).mul_(1 / (1 - self.p))
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        return premix(self.rows)
+        stays = torch.ops.shardlab.kept if torch.compiler.is_compiling() else kept
+        return x * stays(self.keys[site], self._rows, firsts, x.shape[1:], self.p).to(x.dtype).mul_(1 / (1 - self.p))

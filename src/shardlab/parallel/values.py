@@ -69,7 +69,7 @@ def _skip(law: Law, count: int, generator: torch.Generator) -> None:
 
 
 def uses(models: list[nn.Module], apart: bool = False) -> Callable[[nn.Parameter], int]:
-    """By parameter, how many of this rank's models hold it.
+    """By parameter, how many gradients a micro-batch brings: one from each of this rank's models that hold it.
 
     apart: two uses in one model, of a tied weight, count as two: the head's gradient is added by hand (see
     weight_gradients.py), and autograd brings the embedding's

@@ -93,7 +93,7 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
             if isinstance(module, Linear):
                 module.weight_gradients = weight_gradients
     if config.runtime.compile:
-        compile_layers([*models.values()])
+        compile_layers(models.values(), device)
     return Training(
         config=config,
         mesh=mesh,
