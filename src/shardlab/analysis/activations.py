@@ -130,7 +130,7 @@ def _layer(work: Work) -> Kept:
 def _head(work: Work) -> Kept:
     """The final norm's input, the head's, and the probabilities of all words, which also pass twice as gradients."""
     sizes, shape, wide = _sizes(work), work.shape, work.itemsize
-    normalised = wide * sizes.slice_d if shape.norm is Norm.pre else 0
+    normalised = wide * (sizes.slice_d + 2 * sizes.slice_d // shape.d_model) if shape.norm is Norm.pre else 0
     if not shape.causal:
         return Kept(normalised + wide * sizes.slice_d, passing=2 * wide * sizes.slice_d)
     logits = work.cut.tokens * math.ceil(shape.outputs / work.mesh.tensor)
