@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardlab.analysis.activations import stage_activations
+from shardlab.analysis.activations import sent_on, stage_activations
 from shardlab.analysis.memory import model_memory
 from shardlab.analysis.traffic import traffic
 from shardlab.analysis.work import work_of
@@ -176,5 +176,6 @@ def test_bytes_and_memory_are_those_of_real_ranks(case, tmp_path):
         assert traffic(work, *at) == sent, rank
         assert model_memory(work, *at).model == pytest.approx(held, rel=0.03), rank
         if config.strategy.activation_checkpoint is Checkpoint.never:
-            stages = [stage_activations(work, stage, False).saved for stage in work.stages_of[place["pipeline"]]]
+            here = work.stages_of[place["pipeline"]]
+            stages = [stage_activations(work, stage, False).saved - sent_on(work, stage) for stage in here]
             assert sum(stages) * work.cut.each == pytest.approx(saved, rel=0.15), rank
