@@ -201,7 +201,7 @@ def test_equal_ranks_share_a_line_and_stages_are_told():
     assert "2-3   layers 0-2 | layer 3 " in text
     assert "Schedule zbv: ideal bubble" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "layers.*.attention.qkv.weight [3, 4, 16, 64] [3, 2, 16, 64] x 4 0-3" in lines
+    assert "layers.*.attention.qkv.weight [3, 4, 16, 64] [3, 2, 16, 64] x 4 2-3" in lines
     every = plan_text(plan_one(["strategy=hybrid", "ranks=4"]), every_shape=True)
     assert "layers.3.attention.qkv.weight" in every
     assert all(len(line) <= 120 for line in every.splitlines())

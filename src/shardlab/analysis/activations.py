@@ -79,7 +79,7 @@ def _is_layer(work: Work, place: int) -> bool:
 
 
 def _weight_copies(work: Work, place: int) -> int:
-    """Bytes of the rounded matrices that autocast makes, and autograd keeps; the products of weight_gradients.py don't."""
+    """Bytes of the rounded matrices that autocast makes and autograd keeps; weight_gradients.py's products don't."""
     if work.products or work.product_itemsize == work.itemsize:
         return 0
     part = work.part(0)
