@@ -9,10 +9,20 @@ from shardlab.training.place import Place
 
 
 def meet(place: Place, config: Config, run_dir: Path, data_dir: Path) -> None:
-    """Stand for train_rank."""
-    from launch_faults import work
+    """Stand for train_rank: the others wait in a collective for the rank that meets the fault."""
+    import torch
+    import torch.distributed as dist
+    from launch_faults import FAULTS
 
-    work(place, os.environ["FAULT"], int(os.environ["FAULT_RANK"]), run_dir)
+    from shardlab.training import device
+    from shardlab.training.pulse import group_timeout
+
+    device.meet(place, torch.device("cpu"), group_timeout(config.runtime.timeout))
+    dist.all_reduce(torch.zeros(()))
+    (run_dir / f"rank-{place.rank}.ready").write_text(str(os.getpid()))
+    if place.rank == int(os.environ["FAULT_RANK"]):
+        FAULTS[os.environ["FAULT"]](place)
+    dist.all_reduce(torch.zeros(()))
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def test_a_rank_that_hangs_is_named_whichever_launcher_it_has(
 ) -> None:
     monkeypatch.setenv("FAULT", "wait")
     monkeypatch.setenv("FAULT_RANK", str(rank))
-    launchers = srun(tmp_path, *SHORT, "run_dir=run", "runtime.timeout=10")
+    launchers = srun(tmp_path, *SHORT, "run_dir=run", "runtime.timeout=20")
     try:
         assert [launcher.end(SECONDS) for launcher in launchers] == [1, 1], launchers[0].output
         assert [launcher.left_after(10) for launcher in launchers] == [[], []]
@@ -126,7 +126,7 @@ def test_a_rank_that_hangs_is_named_whichever_launcher_it_has(
         kill_all(*launchers)
     reason = RunRecord.load(tmp_path / "run").reason
     assert reason is not None
-    assert reason.startswith(f"rank {rank} hangs: silent for 10 s (runtime.timeout), in _wait at launch_faults.py:")
+    assert reason.startswith(f"rank {rank} hangs: silent for 20 s (runtime.timeout), in _wait at launch_faults.py:")
 
 
 def test_a_launcher_that_is_killed_is_named_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

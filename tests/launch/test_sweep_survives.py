@@ -206,7 +206,7 @@ def test_fail_fast_ends_the_sweep_at_the_first_failure() -> None:
 def test_exit_in_a_job_is_a_failure_and_an_objective_of_nan_is_one() -> None:
     ended = sweep(
         *("seed=104,1", "strategy=ddp", "hydra.sweep.dir=all", "tracking=none"),
-        *("optimizer=sgd", "optimizer.lr=0.1,1e30", "trainer.steps=4"),
+        *("optimizer=sgd", "optimizer.lr=0.1,1e30", "trainer.steps=4", "trainer.on_nonfinite=skip"),
     )
     assert ended.process.returncode == 1
     shown = {row["what"]: (row["status"], row["reason"]) for row in rows().values()}

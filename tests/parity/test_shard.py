@@ -136,7 +136,7 @@ def test_three_steps_are_fully_shards(level, ranks, tmp_path):
 
 
 def test_level_1_of_two_ranks_without_a_clip_is_ddps_bits(tmp_path):
-    """Both sum a rank's micro-batches first, and a + b is b + a. (A clip's norm is added in pieces.)"""
+    """Both sum a rank's micro-batches first, and a + b is b + a. (A clip's norm is added in pieces: other bits.)"""
     overrides = [*SMALL, "model.dropout=0.2", "trainer.global_batch=13", "trainer.micro_batch=4", "trainer.steps=6"]
     overrides += ["trainer.eval_batches=2", "trainer.clip=null", "optimizer=adamw", "ranks=2"]
     ddp, zero1 = (train(tmp_path / name, [*overrides, f"strategy={name}"]) for name in ("ddp", "zero1"))

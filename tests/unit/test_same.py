@@ -75,6 +75,16 @@ def test_a_step_that_both_runs_skip_is_the_same():
     assert [apart.largest for apart in compare(skipped, skipped, BOUNDS["fp64"])] == [0.0] * len(QUANTITIES)
 
 
+def test_an_element_that_rounding_sends_anywhere_is_the_same_in_fp32_alone():
+    weights = {"head.weight": np.full(10_000, 0.1)}
+    run, other = replace(RUN, weights=weights), replace(RUN, weights={"head.weight": weights["head.weight"].copy()})
+    other.weights["head.weight"][7] += 5e-3
+    verdicts = {name: compare(run, other, BOUNDS[name])[-1] for name in ("fp32", "fp64")}
+    assert verdicts["fp32"].beyond is None
+    assert verdicts["fp32"].largest == pytest.approx(5e-4)
+    assert verdicts["fp64"].beyond[0] == pytest.approx(5e-2)
+
+
 UNLIKE = [
     (replace(RUN, losses=[2.0]), "2 and 1 steps"),
     (replace(RUN, weights={}), "different tensors"),

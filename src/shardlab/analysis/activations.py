@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shardlab.analysis.traffic import checkpoints
 from shardlab.analysis.work import Work
+from shardlab.analysis.zero import is_matrix
 from shardlab.config.schema import Activation, Norm
 from shardlab.parallel.schedule import Kind
 
@@ -56,21 +57,34 @@ def stage_activations(work: Work, stage: int, again: bool) -> Kept:
     if again:
         for _ in filter(lambda place: _is_layer(work, place), places):
             kept += Kept(x, layer.put_off, layer.saved + layer.passing)
-    if places.stop <= work.shape.n_layers:  # what went to the next stage stays here for its backward
-        kept += Kept(x)
-    mask = work.cut.rows * work.positions(work.cut.seq) ** (2 if work.shape.causal else 1)
-    return kept + Kept(mask)
+    if any(_is_layer(work, place) for place in places):  # attention's mask, one for all layers
+        kept += Kept(work.cut.rows * work.positions(work.cut.seq) ** (2 if work.shape.causal else 1))
+    return kept + Kept(sent_on(work, stage))
+
+
+def sent_on(work: Work, stage: int) -> int:
+    """Bytes of what goes to the next stage; it stays here for its backward, too."""
+    return _sizes(work).slice_d * work.itemsize if stage < len(work.stages) - 1 else 0
 
 
 def place_activations(work: Work, place: int) -> Kept:
     """Of a micro-batch at a place: -1 (embedding) to n_layers (norm and head, with the loss)."""
     if place == -1:
         return _embedding(work)
-    return _layer(work) if _is_layer(work, place) else _head(work)
+    return (_layer(work) if _is_layer(work, place) else _head(work)) + Kept(_weight_copies(work, place))
 
 
 def _is_layer(work: Work, place: int) -> bool:
     return 0 <= place < work.shape.n_layers
+
+
+def _weight_copies(work: Work, place: int) -> int:
+    """Bytes of the rounded matrices that autocast makes and autograd keeps; weight_gradients.py's products don't."""
+    if work.products or work.product_itemsize == work.itemsize:
+        return 0
+    part = work.part(0)
+    sizes = (math.prod(part.shape(entry)) for entry in work.table if entry.layer == place and is_matrix(entry))
+    return work.product_itemsize * sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -130,7 +144,7 @@ def _layer(work: Work) -> Kept:
 def _head(work: Work) -> Kept:
     """The final norm's input, the head's, and the probabilities of all words, which also pass twice as gradients."""
     sizes, shape, wide = _sizes(work), work.shape, work.itemsize
-    normalised = wide * sizes.slice_d if shape.norm is Norm.pre else 0
+    normalised = wide * (sizes.slice_d + 2 * sizes.slice_d // shape.d_model) if shape.norm is Norm.pre else 0
     if not shape.causal:
         return Kept(normalised + wide * sizes.slice_d, passing=2 * wide * sizes.slice_d)
     logits = work.cut.tokens * math.ceil(shape.outputs / work.mesh.tensor)

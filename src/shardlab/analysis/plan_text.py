@@ -17,8 +17,8 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 """Of memory, as fields of Memory."""
 
-MOST_TURNS = 120
-"""Of a schedule's picture: three bands, with two digits a micro-batch."""
+MOST_TURNS = 132
+"""Of a schedule's picture: six bands, with two digits a micro-batch."""
 
 
 def plan_text(plan: Plan, every_shape: bool = False) -> str:
@@ -191,7 +191,7 @@ def _shapes(plan: Plan, every: bool) -> list[str]:
             ShardLevel.gradients: "summed gradients and optimizer state",
             ShardLevel.parameters: "parameters, summed gradients and optimizer state",
         }[level]
-        lines.append(f"Of each place (embedding, a layer, head), laid end to end, a rank keeps {kept} of 1/{of}.")
+        lines.append(f"ZeRO {ZERO[level]}: of {kept}, a rank keeps 1/{of} of each place.")
     return lines
 
 

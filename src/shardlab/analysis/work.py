@@ -109,7 +109,7 @@ def work_of(config: Config, shape: Shape, rows: int | None = None, seq: int | No
         placement(schedule, mesh.pipeline, held),
         runs,
         orders(runs, mesh.pipeline, held, cut.each),
-        products=schedule in SPLIT or mesh.shard > 1,
+        products=schedule in SPLIT or (mesh.shard > 1 and not config.runtime.compile),
     )
 
 

@@ -31,7 +31,7 @@ class GradientSum:
     of one rank nothing is sent.
 
     held: what the models hold, in the table's order; it is also what the optimizer trains
-    uses: by parameter, how many of this rank's models hold it: so many gradients come from a micro-batch
+    uses: by parameter, how many gradients a micro-batch brings
     """
 
     def __init__(self, held: Members, uses: Callable[[nn.Parameter], int], axis: Axis) -> None:

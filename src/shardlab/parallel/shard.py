@@ -128,7 +128,7 @@ class Sharded:
         return place
 
     def attach(self, held: Members, uses: Callable[[nn.Parameter], int]) -> None:
-        """Take the model's parameters. uses: by parameter, how many of this rank's models hold it"""
+        """Take the model's parameters. uses: by parameter, how many gradients a micro-batch brings"""
         for entry, parameter in held:
             unit = next(each for each in self._held if entry in each.unit.entries)
             unit.members.append((entry, parameter))

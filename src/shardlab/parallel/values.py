@@ -68,9 +68,14 @@ def _skip(law: Law, count: int, generator: torch.Generator) -> None:
         draw(law, min(_SKIPPED, count - first), generator)
 
 
-def uses(models: list[nn.Module]) -> Callable[[nn.Parameter], int]:
-    """By parameter, how many of this rank's models hold it."""
-    count = Counter(parameter for model in models for parameter in model.parameters())
+def uses(models: list[nn.Module], apart: bool = False) -> Callable[[nn.Parameter], int]:
+    """By parameter, how many gradients a micro-batch brings: one from each of this rank's models that hold it.
+
+    apart: two uses in one model, of a tied weight, count as two: the head's gradient is added by hand (see
+    weight_gradients.py), and autograd brings the embedding's
+    """
+    named = (model.named_parameters(remove_duplicate=not apart) for model in models)
+    count = Counter(parameter for parameters in named for _, parameter in parameters)
     return lambda parameter: count[parameter]
 
 

@@ -137,7 +137,7 @@ def build_parameters(
     )
     materialise(models, table, part, config.seed, sharded.put, after_each=beat)
     parameters = held(models, table)
-    sharded.attach(parameters, uses(models))
+    sharded.attach(parameters, uses(models, apart=not config.runtime.compile))
     return sharded, parameters
 
 

@@ -1,0 +1,46 @@
+"""The plan beside what real ranks hold and send, for each preset: `python benchmarks/plan/compare.py`.
+
+Measured is the third step of a run: bytes counted at the collective calls, and the most bytes that parameters,
+gradients (those on their way included) and optimizer state had, looked at whenever one of them changes.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+TESTS = Path(__file__).parents[2] / "tests" / "parity"
+sys.path.insert(0, str(TESTS))
+
+from shardlab.analysis.plan import plan_of  # noqa: E402
+from shardlab.analysis.plan_text import size  # noqa: E402
+from shardlab.config.check import check  # noqa: E402
+from shardlab.config.compose import compose  # noqa: E402
+from shardlab.data.prepare import prepare  # noqa: E402
+from shardlab.data.prepared import read_meta  # noqa: E402
+from shardlab.launch.ranks import run_ranks  # noqa: E402
+
+PRESETS = ("single", "ddp", "zero1", "zero2", "zero3", "pipeline", "tensor", "hybrid ranks=4")
+
+
+def main(overrides: list[str]) -> None:
+    """Print a row for each preset: its rank that needs most memory, and the one that sends most."""
+    print("| strategy | planned | measured | planned / measured | sent, planned | sent, measured |")
+    print("|---|---|---|---|---|---|")
+    for preset in PRESETS:
+        words = ["model=small", "dataset=wikitext2", "runtime.threads=1", *f"strategy={preset}".split(), *overrides]
+        config = check(compose(words).config)
+        data = prepare(config.dataset)
+        plan = plan_of(config, read_meta(data))
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = run_ranks("test_plan:measured", (config, data), config.ranks, log_dir=Path(folder))
+        planned, held = max(rank.memory.model for rank in plan.ranks), max(held for _, _, held, _ in ranks)
+        sent = [sum(sum(kinds.values()) for kinds in axes.values()) for axes, *_ in ranks]
+        most = max(rank.sent_bytes for rank in plan.ranks)
+        print(
+            f"| {preset} | {size(planned)} | {size(held)} | {planned / held:.4f} | {most:,} | {max(sent):,} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
