@@ -85,23 +85,6 @@ WRONG = [
     ("train model.n_layers=2000", "model.n_layers=2000: at most 1024 is taken"),
     ("train strategy=pipeline strategy.schedule=1fb1", "it is one of gpipe, 1f1b, naive"),
     ("train strategy=pipeline_naive strategy.schedule=gpipe", "strategy=pipeline takes every schedule"),
-    (
-        "train runtime.compile=true strategy=hybrid ranks=4",
-        "takes one axis of the mesh, not strategy.pipeline=2 with strategy.tensor=2; one of them or runtime",
-    ),
-    ("train runtime.compile=true strategy=zero3", "strategy.shard_level=parameters frees them; strategy=zero2 or run"),
-    (
-        "train runtime.compile=true strategy=pipeline strategy.schedule=zbv",
-        "strategy.schedule=zbv splits it; strategy.schedule=1f1b or runtime.compile=false would run",
-    ),
-    (
-        "train runtime.compile=true strategy.activation_checkpoint=always",
-        "and so does strategy.activation_checkpoint=always; strategy.activation_checkpoint=never or",
-    ),
-    (
-        "train runtime.compile=true strategy=tensor strategy.sequence_parallel=true",
-        "is not made for slices of sequences; strategy.sequence_parallel=false or runtime.compile=false would run",
-    ),
     ("train strategy=pipelin", "unknown strategy=pipelin; did you mean 'pipeline'?"),
     ("train strategy=ddp strategy.replicate=${rank}", "strategy.replicate: Interpolation key 'rank' not found"),
     ("train optimizer.name=Adamm", "unknown optimizer.name=Adamm; did you mean 'Adam'?"),

@@ -1,4 +1,4 @@
-"""torch.compile: a run whose layers are compiled trains the same numbers as an eager one, on each axis alone.
+"""torch.compile: a run whose layers are compiled trains the same numbers as an eager one, on each axis and on all.
 
 What is compiled stays in torch's cache: the first case pays for the others, and a second session finds all of it.
 """
@@ -27,13 +27,17 @@ SMALL = [
     "optimizer=sgd",
     "optimizer.lr=0.5",
 ]
+ZBV, SLICES = ["strategy.schedule=zbv"], ["strategy.sequence_parallel=true"]
+BUT_LAST = ["strategy.activation_checkpoint=except_last"]
 CASES = [
     ["strategy=single"],
     ["strategy=ddp", "ranks=2"],
-    ["strategy=zero1", "ranks=2"],
     ["strategy=zero2", "ranks=2"],
+    ["strategy=zero3", "ranks=2"],
     ["strategy=pipeline", "ranks=2"],
+    ["strategy=pipeline", "ranks=2", *ZBV],
     ["strategy=tensor", "ranks=2"],
+    ["strategy=hybrid", "ranks=8", "strategy.shard=2", *ZBV, *SLICES, *BUT_LAST],
 ]
 TOLERANCE = 1e-9
 
@@ -46,7 +50,7 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train(tmp_path_factory.mktemp("single") / "run", [*SMALL, "strategy=single"])
 
 
-@pytest.mark.parametrize("strategy", CASES, ids=lambda strategy: strategy[0])
+@pytest.mark.parametrize("strategy", CASES, ids=" ".join)
 def test_compiled_layers_train_as_eager_ones(strategy, eager, tmp_path):
     run = train(tmp_path / "run", [*SMALL, *strategy, "runtime.compile=true"])
     assert difference(eager, run) < TOLERANCE

@@ -18,6 +18,7 @@ from shardlab.parallel.axis import Axis
 from shardlab.parallel.mesh import DATA_AXES, connect, mesh_of
 from shardlab.parallel.microbatch import MicroBatch
 from shardlab.parallel.part import Part, Span
+from shardlab.parallel.weight_gradients import WeightGradients
 from shardlab.training.build import build
 from shardlab.training.compiled import compile_layers
 from shardlab.training.loop import steps
@@ -108,4 +109,4 @@ def test_layers_are_compiled_where_the_config_says_so(opted_in):
 def test_compiling_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ShardlabError, match="needs a C\\+\\+ compiler, and there is no no-such-compiler; install it"):
-        compile_layers([], CPU)
+        compile_layers([], WeightGradients(lambda _: None), CPU)

@@ -32,7 +32,6 @@ from shardlab.config.schema import (
 )
 from shardlab.config.strategies import (
     at_least,
-    check_compile,
     check_ranks,
     check_split,
     is_classifier,
@@ -114,7 +113,6 @@ def check(config: Config, share: Share | None = None, *, values: bool = True) ->
     config = replace(config, strategy=settle_strategy(config.strategy))
     _check_model(config.model)
     check_split(config)
-    check_compile(config)
     check_dataset(config)
     _check_trainer(config.trainer)
     _check_shares(config)

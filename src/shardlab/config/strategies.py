@@ -6,7 +6,6 @@ from dataclasses import replace
 from shardlab.config.optimizers import MATRIX_WISE
 from shardlab.config.schema import (
     AXES,
-    Checkpoint,
     Config,
     NsmcConfig,
     Reduce,
@@ -17,7 +16,7 @@ from shardlab.config.schema import (
     TrainerConfig,
 )
 from shardlab.errors import ShardlabError
-from shardlab.parallel.orders import SPLIT, runnable, stages_per_rank
+from shardlab.parallel.orders import runnable, stages_per_rank
 
 PRESETS = {
     "single": (),
@@ -151,41 +150,6 @@ def check_split(config: Config) -> None:
             f"strategy.{cutting}={getattr(strategy, cutting)} cuts them; an elementwise one (AdamW, SGD) or "
             "strategy=pipeline would run"
         )
-
-
-def check_compile(config: Config) -> None:
-    """Raise ShardlabError where torch.compile has not been shown to be exact."""
-    if not config.runtime.compile:
-        return
-    strategy = config.strategy
-    axes = [f"strategy.{axis}={getattr(strategy, axis)}" for axis in AXES if getattr(strategy, axis) > 1]
-    reasons = [
-        (len(axes) > 1, f"takes one axis of the mesh, not {' with '.join(axes)}", "one of them"),
-        (
-            strategy.shard > 1 and strategy.shard_level is ShardLevel.parameters,
-            "needs a layer's parameters to stay, and strategy.shard_level=parameters frees them",
-            "strategy=zero2",
-        ),
-        (
-            strategy.pipeline > 1 and strategy.schedule.name in SPLIT,
-            f"makes one backward of a layer, and strategy.schedule={strategy.schedule.name} splits it",
-            "strategy.schedule=1f1b",
-        ),
-        (
-            strategy.activation_checkpoint is not Checkpoint.never,
-            "chooses itself what to keep for backward, and so does "
-            f"strategy.activation_checkpoint={strategy.activation_checkpoint.name}",
-            "strategy.activation_checkpoint=never",
-        ),
-        (
-            strategy.sequence_parallel,
-            "is not made for slices of sequences",
-            "strategy.sequence_parallel=false",
-        ),
-    ]
-    for applies, reason, other in reasons:
-        if applies:
-            raise ShardlabError(f"runtime.compile=true {reason}; {other} or runtime.compile=false would run")
 
 
 def _check_layers(split: list[int], stages: int, n_layers: int) -> None:

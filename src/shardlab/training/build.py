@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardlab.config.schema import Config
+from shardlab.config.schema import Config, ShardLevel
 from shardlab.data.dataset import Batch, Dataset
 from shardlab.errors import ShardlabError
 from shardlab.models.cost import stage_layers, stages_per_rank
@@ -88,12 +88,13 @@ def build(config: Config, mesh: Connected, device: torch.device, dataset: Datase
     reducer, parameters = build_parameters(config, mesh, device, table, part, [*models.values()])
     weight_gradients = WeightGradients(reducer.arrived)
     # Under level 1 and 2 the plain product would do, and it is the one that can be compiled.
-    if strategy.schedule.name in SPLIT or (strategy.shard > 1 and not config.runtime.compile):
+    frees = strategy.shard_level is ShardLevel.parameters or not config.runtime.compile
+    if strategy.schedule.name in SPLIT or (strategy.shard > 1 and frees):
         for module in (module for model in models.values() for module in model.modules()):
             if isinstance(module, Linear):
                 module.weight_gradients = weight_gradients
     if config.runtime.compile:
-        compile_layers(models.values(), device)
+        compile_layers(models.values(), weight_gradients, device)
     return Training(
         config=config,
         mesh=mesh,

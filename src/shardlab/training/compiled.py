@@ -1,8 +1,8 @@
 """torch.compile, opt-in: each layer's forward and backward become kernels that torch makes for this machine.
 
 Layer by layer, not the model: the layers are alike, so one compilation serves them all, and what stands around a place
-(see `Run`) stays outside. The collectives of the tensor axis stay outside too: they are called as they are, between
-the kernels. Where compiling is refused: config/strategies.py.
+(see `Run`) stays outside: gathering parameters, checkpointing. Within a layer, the tensor axis's collectives, the
+products whose weights' gradients may be put off, and the hash of the masks are called as they are, between the kernels.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from torch import Tensor
 from shardlab.errors import ShardlabError
 from shardlab.models.transformer import Transformer
 from shardlab.parallel.dropout import kept
+from shardlab.parallel.sequence import gather, scatter
+from shardlab.parallel.tensor import enter, leave
+from shardlab.parallel.weight_gradients import WeightGradients
 from shardlab.training.pulse import beat
 
 
-def compile_layers(models: Iterable[Transformer], device: torch.device) -> None:
-    """Have the models' layers compiled when they are first called.
+def compile_layers(models: Iterable[Transformer], weight_gradients: WeightGradients, device: torch.device) -> None:
+    """Have the models' layers compiled when they are first called. weight_gradients: of the models
 
     The work is done in the rank itself: torch's pool of compiling processes would outlive a rank that is killed. What
     it makes is kept in torch's own cache, for the other ranks and for later runs.
 
     Raises ShardlabError if there is nothing to compile with.
     """
+    import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor  # takes time, which only who compiles should pay
     from torch._dynamo.callback import on_compile_end, on_compile_start
 
@@ -38,15 +42,19 @@ def compile_layers(models: Iterable[Transformer], device: torch.device) -> None:
             "install it, name another in CXX, or take runtime.compile=false"
         )
     inductor.compile_threads = 1
+    dynamo.recompile_limit = 64  # four matrices, with gradients or without, of some shapes: more than its 8
     for when in (on_compile_start, on_compile_end):  # a piece takes seconds, but all of a layer may take a minute
         when(lambda _: beat())
     _keep_masks_as_they_are()
+    # One object for all layers: dynamo would take two for a reason to compile each layer anew.
+    weight_gradients.product = torch.compiler.disable(weight_gradients.product)  # type: ignore[method-assign]
+    outside = {crossing: torch.compiler.disable(crossing) for crossing in (enter, leave, gather, scatter)}
     for model in models:
         for layer in model.layers.values():
             for module in layer.modules():
-                for crossing in ("enter", "leave"):
-                    if hasattr(module, crossing) and model.part.axis.group is not None:
-                        setattr(module, crossing, torch.compiler.disable(getattr(module, crossing)))
+                for name in ("enter", "leave"):
+                    if hasattr(module, name) and model.part.axis.group is not None:
+                        setattr(module, name, outside[getattr(module, name)])
             layer.compile()
 
 
