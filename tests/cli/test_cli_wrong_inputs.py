@@ -32,7 +32,7 @@ WRONG = [
     ("train model=smal", "unknown model=smal; did you mean 'small'? (model is one of base, small, tiny, tutorial)"),
     ("train +models=small", "unknown key 'models'; did you mean 'model'?"),
     ("train precision=fp8", "unknown precision=fp8"),
-    ("train precision=tf32 runtime.device=cpu", "this run is on the CPU; precision=fp32, or bf16 for less exact products"),
+    ("train precision=tf32 runtime.device=cpu", "and this run is on the CPU; precision=fp32, or bf16"),
     ("train trainer.on_nonfinite=ignore", "it is one of stop, skip"),
     ("train dataset=wikitext", "did you mean 'wikitext2'?"),
     ("train ~model", "'~model' takes a part of the config away"),

@@ -15,8 +15,9 @@ def meet(place: Place, config: Config, run_dir: Path, data_dir: Path) -> None:
     from launch_faults import FAULTS
 
     from shardlab.training import device
+    from shardlab.training.pulse import group_timeout
 
-    device.meet(place, torch.device("cpu"), config.runtime.timeout)
+    device.meet(place, torch.device("cpu"), group_timeout(config.runtime.timeout))
     dist.all_reduce(torch.zeros(()))
     (run_dir / f"rank-{place.rank}.ready").write_text(str(os.getpid()))
     if place.rank == int(os.environ["FAULT_RANK"]):

@@ -75,7 +75,7 @@ OF_THE_MODEL = ("tie", "norm", "positions", "activation", "optimizer", "task")
 
 REFUSED = {
     "another number of stages": r"strategy\.schedule=\w+ has \d stages? a rank, not strategy\.stages_per_rank=\d",
-    "more stages than layers": r"has more stages than model\.n_layers=4 can fill; at most 6 would do",
+    "more stages than layers": r"has more stages than model\.n_layers=4 can fill; (at most 6|6 stages at most)",
 }
 """Why config.check refuses a pair, and what it says."""
 

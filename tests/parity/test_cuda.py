@@ -42,6 +42,40 @@ def test_ranks_on_gpus_train_the_same_run(task, strategy, tmp_path):
     assert difference(one, two) < 1e-9
 
 
+SPLITS = [
+    "strategy=zero1",
+    "strategy=zero2 strategy.reduce=ring",
+    "strategy=zero3 model.tie=true",
+    "strategy=zero3 strategy.activation_checkpoint=always",
+    "strategy=ddp strategy.reduce=ring",
+    "strategy=pipeline strategy.schedule=zbv model.tie=true",
+    "strategy=pipeline strategy.schedule=interleaved_1f1b strategy.activation_checkpoint=except_last",
+    "strategy=pipeline model.tie=true",
+    "strategy=tensor strategy.sequence_parallel=true",
+]
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("split", SPLITS)
+def test_two_gpus_train_the_same_run_under_each_option(split, tmp_path):
+    overrides = [*BASE, *TASKS[0], "trainer.steps=5", "precision=fp64", "runtime.device=cuda", *split.split()]
+    one = train(tmp_path / "single", [word for word in overrides if "strategy" not in word])
+    two = train(tmp_path / "split", [*overrides, "ranks=2"])
+    assert difference(one, two) < 1e-9
+
+
+NARROW = ["precision=bf16", "precision=fp16", "precision=tf32", "precision=fp32 runtime.compile=true"]
+
+
+@ONE_GPU
+@pytest.mark.parametrize("how", NARROW)
+def test_other_products_train_nearly_the_same_losses(how, tmp_path):
+    overrides = [*BASE, *TASKS[0], "runtime.device=cuda"]
+    exact, other = train(tmp_path / "fp32", overrides), train(tmp_path / "other", [*overrides, *how.split()])
+    for a, b in zip(exact.column("loss"), other.column("loss"), strict=True):
+        assert a == pytest.approx(b, rel=1e-2)
+
+
 @FOUR_GPUS
 @pytest.mark.parametrize("axes", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
 def test_products_on_gpus_train_the_same_run(axes, tmp_path):

@@ -32,6 +32,7 @@ STEPS = ["trainer.steps=5", "trainer.global_batch=13", "trainer.micro_batches=4"
 COMMON = [*SMALL, *STEPS, "trainer.eval_batches=1", "runtime.device=cpu", "ranks=2"]
 TASKS = {
     "language model": ["dataset=pydoc", "optimizer=sgd", "optimizer.lr=0.1", "optimizer.kwargs.momentum=0.9"],
+    "tied": ["dataset=pydoc", "optimizer=adamw", "model.tie=true", "model.positions=learned", "model.norm=pre"],
     "classifier": ["dataset=synthetic", "dataset.task=classifier", "optimizer=adamw", "optimizer.lr=1e-3"],
 }
 

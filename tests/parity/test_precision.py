@@ -96,12 +96,20 @@ def test_a_strategy_trains_what_one_process_does(strategy, bounds, precision, tm
     assert all(found[key] < bound for key, bound in bounds.items()), found
 
 
-def test_bf16_trains_nearly_as_fp32(tmp_path, tmp_path_factory):
+NEARLY = [
+    # precision, how far losses and norms are at most from fp32's; measured: 2.7e-4 and 1.5e-2, 3.2e-5 and 2.8e-3
+    ("bf16", 5e-4, 3e-2),
+    ("fp16", 1e-4, 6e-3),
+]
+
+
+@pytest.mark.parametrize(("precision", "loss", "norm"), NEARLY)
+def test_a_narrow_precision_trains_nearly_as_fp32(precision, loss, norm, tmp_path, tmp_path_factory):
     overrides = [*COMMON, "trainer.steps=30"]
-    wide = train(tmp_path / "fp32", [*overrides, "precision=fp32"])
-    narrow = train(tmp_path / "bf16", [*overrides, "precision=bf16"])
-    differences = [abs(a - b) / a for a, b in zip(wide.column("loss"), narrow.column("loss"), strict=True)]
-    assert 1e-5 < max(differences) < 5e-4  # measured: 2.7e-4
+    wide = one_process(tmp_path_factory, [*overrides, "precision=fp32"])
+    found = apart(wide, train(tmp_path / "run", [*overrides, f"precision={precision}"]))
+    assert 0 < found["loss"] < loss
+    assert found["grad_norm"] < norm
     assert wide.column("loss")[-1] < wide.column("loss")[0] - 1
 
 

@@ -39,7 +39,8 @@ def test_sizes_are_the_documented_ones(name, layers, d_model, d_ff, heads):
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in packaged_choices(group)])
 def test_every_packaged_choice_passes_the_checks(choice):
-    check(compose([choice, "ranks=4" if choice == "strategy=hybrid" else "ranks=1"]).config)
+    config = compose([choice, "ranks=4" if choice == "strategy=hybrid" else "ranks=1"]).config
+    check(config, Share(cores=2, gpus=1 if choice == "precision=tf32" else 0))
 
 
 @pytest.mark.parametrize("name", packaged_choices("experiment"))

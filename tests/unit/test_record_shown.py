@@ -27,6 +27,10 @@ POINTS = [
         },
     ),
     (
+        {"event": "step", "step": 3, "grad_norm": math.inf, "loss_scale": 8.0, "skipped": True},
+        {"train/grad_norm": sys.float_info.max, "train/loss_scale": 8.0},
+    ),
+    (
         {"event": "eval", "step": 3, "split": "val", "loss": math.inf, "perplexity": -math.inf},
         {"val/loss": sys.float_info.max, "val/perplexity": -sys.float_info.max},
     ),

@@ -24,7 +24,6 @@ from shardlab.parallel.schedule import (
     bubble,
     gives,
     grid,
-    most_kept_by_stage,
     needs,
     picture,
 )
@@ -78,10 +77,6 @@ def test_a_stage_adds_its_gradients_in_the_order_of_the_micro_batches(schedule: 
             for stage in {action.stage for action in actions}:
                 added = [a.micro_batch for a in actions if a.stage == stage and a.kind in (B, W)]
                 assert added == list(range(micro_batches))
-
-
-def test_what_is_kept_is_counted_for_each_stage() -> None:
-    assert most_kept_by_stage(orders("zbv", 2, 2, 6)) == [{0: 4, 3: 1}, {1: 3, 2: 2}]
 
 
 def test_idle_time_follows_the_durations() -> None:

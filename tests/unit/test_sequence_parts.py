@@ -96,6 +96,15 @@ def test_sequence_parallel_is_nothing_without_a_tensor_axis():
     assert check(compose(["strategy=tensor", "strategy.sequence_parallel=true"]).config).strategy.sequence_parallel
 
 
+@pytest.mark.parametrize("opted_in", [True, False])
+def test_layers_are_compiled_where_the_config_says_so(opted_in):
+    config = check(compose([*TINY, f"runtime.compile={opted_in}"]).config)
+    mesh = connect(mesh_of(config.strategy), 0, "cpu", 1.0)
+    training = build(config, mesh, CPU, open_dataset(prepare(config.dataset), config.dataset))
+    layers = training.models[0].layers.values()
+    assert [layer._compiled_call_impl is not None for layer in layers] == [opted_in, opted_in]
+
+
 def test_compiling_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ShardlabError, match="needs a C\\+\\+ compiler, and there is no no-such-compiler; install it"):

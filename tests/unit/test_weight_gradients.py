@@ -112,3 +112,15 @@ def test_nothing_but_the_input_is_kept_for_backward():
     with bf16(), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         WeightGradients(lambda _: None).product(xs[0], weight, bias)
     assert [x.shape for x in kept] == [xs[0].shape]
+
+
+def test_the_gradient_of_a_wide_product_is_added_up_in_fp32():
+    """Added in bf16, the 29 parts that WikiText-2's words make had five times the plain path's error."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 32, requires_grad=True), nn.Parameter(torch.randn(20_000, 32))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = WeightGradients(lambda _: None).product(x, weight, None)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    exact = dy.double() @ weight.detach().bfloat16().double()
+    assert float((x.grad - exact).norm() / exact.norm()) < 4e-3

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
-
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from shardlab.analysis.plan import Plan, plan_of
 from shardlab.config.check import settle
+from shardlab.config.combinations import combinations
 from shardlab.config.compose import composed_from, composing
 from shardlab.config.overrides import check_folders, check_overrides
 from shardlab.data.cache import is_whole
@@ -43,28 +39,15 @@ def plan_one(overrides: list[str], config_dir: str | None = None) -> Plan:
 def plan_many(overrides: list[str], config_dir: str | None = None) -> list[Candidate]:
     """The plan of each combination, in the order in which a sweep would run them. Raises ShardlabError if the overrides
     can't be read."""
-    check_folders(config_dir, check_overrides(overrides, sweep=True))
-    varied, jobs = _combinations(overrides, config_dir)
+    varied, jobs = combinations(overrides, config_dir)
     candidates = []
     for job in jobs:
         what = " ".join(word for word in job if word.partition("=")[0] in varied)
         try:
-            candidates.append(Candidate(what, plan_one(job, config_dir)))
+            candidates.append(Candidate(what, plan_one(list(job), config_dir)))
         except ShardlabError as error:
             candidates.append(Candidate(what, str(error)))
     return candidates
-
-
-def _combinations(overrides: list[str], config_dir: str | None) -> tuple[list[str], list[Any]]:
-    """The keys that take several values, and the overrides of each combination, by Hydra's own grammar."""
-    with composing(overrides, config_dir=config_dir, sweep=True):
-        loader = GlobalHydra.instance().config_loader()  # knows what a glob stands for
-        parsed = OverridesParser.create(loader).parse_overrides(overrides)
-        for each in parsed:
-            if each.is_sweep_override() and not each.is_discrete_sweep():
-                raise ShardlabError(f"'{each.input_line}' is an interval; a plan needs a list of values or a range()")
-        (jobs,) = BasicSweeper.split_arguments(parsed, None)
-    return [str(each.get_key_element()) for each in parsed if each.is_sweep_override()], list(jobs)
 
 
 def _meta(dataset: DatasetConfig, global_batch: int) -> Meta:

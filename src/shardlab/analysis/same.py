@@ -130,14 +130,13 @@ def compare(reference: Outcome, other: Outcome, bounds: Bounds) -> list[Apart]:
     if [at for at, _ in reference.evaluations] != [at for at, _ in other.evaluations]:
         raise ValueError("different evaluations")
     found = []
-    for quantity, a, b, later in (
+    for quantity, a, b, bound in (
         ("loss", reference.losses, other.losses, bounds.losses),
         ("grad_norm", reference.norms, other.norms, bounds.norms),
     ):
-        steps = enumerate(map(of_numbers, a, b), 1)
-        found.append(
-            _apart(quantity, [(d, f"step {n}", min(later, bounds.first) if n == 1 else later) for n, d in steps])
-        )
+        steps = [(d, f"step {n}", bound) for n, d in enumerate(map(of_numbers, a, b), 1)]
+        steps[0] = (*steps[0][:2], min(bound, bounds.first))
+        found.append(_apart(quantity, steps))
     evaluated = zip(reference.evaluations, other.evaluations, strict=True)
     found.append(_apart("evaluation", [(of_numbers(a, b), at, bounds.losses) for (at, a), (_, b) in evaluated]))
     tensors: dict[str, list[tuple[float, str, float]]] = {group: [] for group in GROUPS}

@@ -9,6 +9,7 @@ from shardlab.config.schema import (
     Checkpoint,
     Config,
     NsmcConfig,
+    Reduce,
     Schedule,
     ShardLevel,
     StrategyConfig,
@@ -33,11 +34,16 @@ PRESETS = {
 LEVELS = {"zero1": ShardLevel.optimizer, "zero2": ShardLevel.gradients, "zero3": ShardLevel.parameters}
 """What the packaged ZeRO strategies shard."""
 
-NEEDS = {"pipeline": ("schedule", "split", "stages_per_rank"), "tensor": ("sequence_parallel",)}
-"""Keys of a strategy that only one axis uses."""
+NEEDS = {
+    ("pipeline",): ("schedule", "split", "stages_per_rank"),
+    ("tensor",): ("sequence_parallel",),
+    ("shard",): ("shard_level",),
+    ("replicate", "shard"): ("reduce",),
+}
+"""Keys of a strategy that only some axes use."""
 
-MICRO_BATCHES_PER_STAGE = 4
-"""For each rank at least, of a pipeline that is not told how to cut: then the bubble is small (Huang et al. 2019,
+MICRO_BATCHES_PER_RANK = 4
+"""At least, of a pipeline that is not told how to cut: then the bubble is small (Huang et al. 2019,
 section 2.3)."""
 
 
@@ -89,14 +95,16 @@ def is_classifier(config: Config) -> bool:
 
 
 def settle_strategy(strategy: StrategyConfig) -> StrategyConfig:
-    """The strategy with the number of stages that a rank of a pipeline holds; what only a pipeline would use, or only a
-    tensor axis, is without one as if it had not been named.
+    """The strategy with the number of stages that a rank of a pipeline holds; what only an axis of one rank would use
+    is as if it had not been named (but for the level of ZeRO, which belongs to a preset's name).
 
     Raises ShardlabError where the schedule is made for another number of stages.
     """
     at_least("strategy.stages_per_rank", strategy.stages_per_rank, 1)
     if strategy.tensor == 1:
         strategy = replace(strategy, sequence_parallel=False)
+    if strategy.replicate * strategy.shard == 1:
+        strategy = replace(strategy, reduce=Reduce.backend)
     if strategy.pipeline == 1:
         return replace(strategy, split=None, schedule=Schedule["1f1b"], stages_per_rank=1)
     wanted = strategy.stages_per_rank
@@ -119,13 +127,15 @@ def check_split(config: Config) -> None:
     per_rank = strategy.stages_per_rank or 1
     stages = strategy.pipeline * per_rank
     if stages > model.n_layers + 2:
-        shown = f"strategy.pipeline={strategy.pipeline}"
+        shown, most = f"strategy.pipeline={strategy.pipeline}", model.n_layers + 2
+        would = f"at most {most} would do (embedding and head may stand alone)"
         if per_rank > 1:
             shown = f"{shown} with {per_rank} stages a rank"
-        raise ShardlabError(
-            f"{shown} has more stages than model.n_layers={model.n_layers} can fill; at most "
-            f"{model.n_layers + 2} would do (embedding and head may stand alone)"
-        )
+            would = f"{most} stages at most, so strategy.schedule=1f1b with one a rank"
+            if most >= 2 * per_rank:
+                would += f", or strategy.pipeline={most // per_rank}"
+            would += ", would do"
+        raise ShardlabError(f"{shown} has more stages than model.n_layers={model.n_layers} can fill; {would}")
     if stages > 1 and strategy.split is not None:
         _check_layers(strategy.split, stages, model.n_layers)
     for key in ("n_heads", "d_ff"):
@@ -203,10 +213,11 @@ def schedule_notes(config: Config, overrides: list[str]) -> list[str]:
     """What the user should know of a checked config: what is left unused, or replaced."""
     strategy, trainer = config.strategy, config.trainer
     notes = []
-    for axis, keys in NEEDS.items():
+    for axes, keys in NEEDS.items():
         given = [key for key in keys if any(o.startswith(f"strategy.{key}=") for o in overrides)]
-        if getattr(strategy, axis) == 1:
-            notes += [f"strategy.{axis}=1: strategy.{key} is left unused" for key in given]
+        if all(getattr(strategy, axis) == 1 for axis in axes):
+            shown = " and ".join(f"strategy.{axis}=1" for axis in axes)
+            notes += [f"{shown}: strategy.{key} is left unused" for key in given]
     if strategy.pipeline == 1:
         return notes
     parts = trainer.micro_batches or -(-trainer.global_batch // (trainer.micro_batch or trainer.global_batch))
@@ -227,4 +238,4 @@ def settle_cut(trainer: TrainerConfig, strategy: StrategyConfig) -> TrainerConfi
     if strategy.pipeline == 1 or strategy.schedule.name == "naive" or trainer.micro_batch or trainer.micro_batches:
         return trainer
     rows_of_a_copy = trainer.global_batch // (strategy.replicate * strategy.shard)
-    return replace(trainer, micro_batch=max(1, rows_of_a_copy // (MICRO_BATCHES_PER_STAGE * strategy.pipeline)))
+    return replace(trainer, micro_batch=max(1, rows_of_a_copy // (MICRO_BATCHES_PER_RANK * strategy.pipeline)))

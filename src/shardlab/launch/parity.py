@@ -15,13 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
 from shardlab.analysis.same import BOUNDS, QUANTITIES, Apart, Outcome, compare, read_outcome
 from shardlab.analysis.table import text_table
 from shardlab.config.check import Share, check, whole_machine
+from shardlab.config.combinations import combinations
 from shardlab.config.compose import composed_from, composing, config_yaml
-from shardlab.config.overrides import check_folders, check_overrides
 from shardlab.config.schema import Config, RuntimeConfig, StrategyConfig, TrackingConfig
 from shardlab.data.prepare import prepare
 from shardlab.data.prepared import read_meta
@@ -85,17 +83,13 @@ def parity(overrides: list[str], config_dir: str | None = None) -> int:
 
 def candidates(overrides: list[str], config_dir: str | None = None) -> list[list[Candidate]]:
     """What is to be run: the candidates of each training, its reference first. Raises ShardlabError; see `parity`."""
-    parsed = check_overrides(overrides, sweep=True)
-    check_folders(config_dir, parsed)
-    for each in parsed:
-        if each.is_sweep_override() and not each.is_discrete_sweep():
-            raise ShardlabError(f"'{each.input_line}' is an interval; list values, such as strategy=single,ddp")
-    varied = {each.get_key_element() for each in parsed if each.is_sweep_override()} or {"strategy"}
-    own_length = any(each.key_or_group == "trainer.steps" for each in parsed)
+    keys, jobs = combinations(overrides, config_dir)
+    varied = set(keys) or {"strategy"}
+    own_length = any(word.startswith("trainer.steps=") for word in overrides)
     found: list[Candidate] = []
-    for words in BasicSweeper.split_arguments(parsed, None)[0]:
+    for words in jobs:
         label = " ".join(word for word in words if word.partition("=")[0] in varied) or "as configured"
-        found.append(_composed(label, words, config_dir, own_length))
+        found.append(_composed(label, list(words), config_dir, own_length))
         if found[0].why is not None:
             raise ShardlabError(found[0].why)
     ranks = max(mesh_of(each.config.strategy).ranks for each in found if each.config is not None)

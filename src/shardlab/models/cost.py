@@ -16,7 +16,7 @@ def place_costs(shape: Shape, table: ParameterTable) -> list[Cost]:
     classifier's head reads one position of max_len. The embedding multiplies nothing: it scales and adds.
     """
     elements = [0] * (shape.n_layers + 2)
-    for entry in table.own:
+    for entry in table:  # the copy of a tied weight too: each end of a pipeline has one
         elements[entry.layer + 1] += entry.elements
     d = shape.d_model
     layer = 2 * (4 * d * d + 2 * d * shape.d_ff) + 4 * shape.max_len * d

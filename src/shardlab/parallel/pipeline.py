@@ -3,8 +3,9 @@
 A schedule (orders.py) says in which order a rank computes forwards and backwards; from the orders of all ranks follows
 a grid of turns (schedule.py). A rank walks along its row: it computes what stands there, and after each turn sends what
 it has made and begins to receive what others have made for it, as one batch. Since all ranks know the whole grid, both
-ends of a transfer post it in the same turn: nothing is announced, and no order of posting can deadlock. A rank waits
-only when it needs what has not come.
+ends of a transfer post it in the same turn: nothing is announced, and no order of posting can deadlock. On gloo a rank
+waits only when it needs what has not come; nccl makes one work of a batch, so there it also waits for what it sends in
+that turn to be received.
 
 Only activations and their gradients travel. Every rank knows the step's rows already, so a stage looks up its own masks
 and lengths (and the ends inputs and targets). The last stage computes its loss inside the stage, so that no logits
@@ -19,7 +20,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -69,7 +71,7 @@ def message(action: Action, stages: int) -> Message | None:
 
 def turns(rows: Orders, stages_of: list[list[int]], rank: int) -> list[Turn]:
     """A rank's way through the grid. stages_of: by rank, the stages that it holds"""
-    holder = {stage: rank for rank, stages in enumerate(stages_of) for stage in stages}
+    holder = {stage: other for other, stages in enumerate(stages_of) for stage in stages}
     way = []
     for together in zip(*grid(rows), strict=True):
         sends, receives = [], []
@@ -119,51 +121,38 @@ class Pipeline:
 
         Returns the micro-batches' losses in their order on the rank of the last stage; nothing elsewhere.
         """
-        kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        losses: dict[int, Tensor] = {}
-        post = Post(self._axis, self._receive_buffer(micro_batches))
+        step = _Step(forward, micro_batches, seed, Post(self._axis, self._receive_buffer(micro_batches)))
         for turn in self._way(len(micro_batches), train=True):
             if turn.action is not None:
-                self._compute(turn.action, forward, micro_batches, seed, kept, losses, post)
-            post.turn(turn)
-        post.finish()
-        return [losses[number] for number in sorted(losses)]
+                self._compute(turn.action, step)
+            step.post.turn(turn)
+        step.post.finish()
+        return [step.losses[number] for number in sorted(step.losses)]
 
-    def _compute(
-        self,
-        action: Action,
-        forward: Forward,
-        micro_batches: list[MicroBatch],
-        seed: Tensor,
-        kept: dict[tuple[int, int], tuple[Tensor, Tensor]],
-        losses: dict[int, Tensor],
-        post: Post,
-    ) -> None:
+    def _compute(self, action: Action, step: _Step) -> None:
         stage, number = place = action.stage, action.micro_batch
         if action.kind is Kind.W:
             self._weight_gradients.compute(place)
             return
         if action.kind is Kind.F:
-            x = micro_batches[number].inputs
+            micro_batch = step.micro_batches[number]
+            x = micro_batch.inputs
             if stage > 0:
-                x = post.take(Message(Kind.F, stage - 1, number)).requires_grad_()
-            y = forward(stage, x, micro_batches[number])
-            kept[place] = x, y
+                x = step.post.take(Message(Kind.F, stage - 1, number)).requires_grad_()
+            y = step.forward(stage, x, micro_batch)
+            step.kept[place] = x, y
             if stage == self._last:
-                losses[number] = y.detach()
+                step.losses[number] = y.detach()
             else:
-                post.put(Message(Kind.F, stage, number), y.detach())
+                step.post.put(Message(Kind.F, stage, number), y.detach())
             return
-        x, y = kept.pop(place)
-        gradient = seed if stage == self._last else post.take(Message(Kind.I, stage + 1, number))
-        if action.kind is Kind.I:
-            with self._weight_gradients.putting_off(place):
-                torch.autograd.backward(y, gradient)
-        else:
+        x, y = step.kept.pop(place)
+        gradient = step.seed if stage == self._last else step.post.take(Message(Kind.I, stage + 1, number))
+        with self._weight_gradients.putting_off(place) if action.kind is Kind.I else nullcontext():
             torch.autograd.backward(y, gradient)
         if stage > 0:
             assert x.grad is not None
-            post.put(Message(Kind.I, stage, number), x.grad)
+            step.post.put(Message(Kind.I, stage, number), x.grad)
 
     def forward(self, forward: Forward, micro_batches: list[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor]]:
         """Run all micro-batches forward only; the rank of the last stage yields each with what `forward` gave, the
@@ -200,6 +189,18 @@ class Pipeline:
     def _receive_buffer(self, micro_batches: list[MicroBatch]) -> Callable[[], Tensor]:
         shape = self._shape(micro_batches[0])
         return lambda: torch.empty(shape, dtype=self._dtype, device=self._device)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step on this rank: what it is given, what is on its way, inputs and outputs kept for backward, and losses."""
+
+    forward: Forward
+    micro_batches: list[MicroBatch]
+    seed: Tensor
+    post: Post
+    kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Post:

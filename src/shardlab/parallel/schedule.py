@@ -141,14 +141,6 @@ def most_kept(actions: Sequence[Action]) -> int:
     return most
 
 
-def most_kept_by_stage(orders: Orders) -> list[dict[int, int]]:
-    """By rank: for each of its stages, the most micro-batches whose activations it keeps at a time."""
-    return [
-        {stage: most_kept([a for a in actions if a.stage == stage]) for stage in sorted({a.stage for a in actions})}
-        for actions in orders
-    ]
-
-
 def picture(grid: Grid, width: int = 100) -> str:
     """The grid of turns in characters: ranks down, time across, cut into bands that fit the width.
 

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardlab.parallel.loss import widened
+
 _WIDE, _COLUMNS = 16384, 1024
 """A product with more outputs than the first, such as a head's, is made so many columns at a time on the CPU: MKL
 blocks it badly as a whole. A layer's own are faster whole (both measured in benchmarks/step/README.md)."""
@@ -130,6 +132,8 @@ class _Product(torch.autograd.Function):
         some = columns(dy.shape[-1], dy.device)
         matrix = weight.detach().reshape(-1, x.shape[-1]).to(dy.dtype)
         dx, *others = (a @ b for a, b in zip(dy.split(some, dim=-1), matrix.split(some), strict=True))
+        if others:
+            dx = widened(dx)
         for other in others:
             dx += other
         ctx.owner.add(weight, x, dy)

@@ -17,6 +17,7 @@ from torch import Tensor
 from shardlab.errors import ShardlabError
 from shardlab.models.transformer import Transformer
 from shardlab.parallel.dropout import kept
+from shardlab.training.pulse import beat
 
 
 def compile_layers(models: Iterable[Transformer], device: torch.device) -> None:
@@ -28,6 +29,7 @@ def compile_layers(models: Iterable[Transformer], device: torch.device) -> None:
     Raises ShardlabError if there is nothing to compile with.
     """
     import torch._inductor.config as inductor  # takes time, which only who compiles should pay
+    from torch._dynamo.callback import on_compile_end, on_compile_start
 
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
@@ -36,6 +38,8 @@ def compile_layers(models: Iterable[Transformer], device: torch.device) -> None:
             "install it, name another in CXX, or take runtime.compile=false"
         )
     inductor.compile_threads = 1
+    for when in (on_compile_start, on_compile_end):  # a piece takes seconds, but all of a layer may take a minute
+        when(lambda _: beat())
     _keep_masks_as_they_are()
     for model in models:
         for layer in model.layers.values():

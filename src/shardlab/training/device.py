@@ -47,6 +47,8 @@ def meet(place: Place, device: torch.device, timeout: float) -> None:
         rank=place.rank,
         world_size=place.ranks,
         timeout=timedelta(seconds=timeout),
+        # With it nccl connects at once, the axes' groups too. Connected at its first call, a group would want all its
+        # ranks in that call, and the first turn of a pipeline has two of them.
         device_id=device if device.type == "cuda" else None,
     )
 

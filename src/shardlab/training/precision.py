@@ -2,8 +2,9 @@
 
 Parameters, gradients, the optimizer's state, the residual stream and what travels between stages are in the
 parameters' dtype (PARAMETERS) always. Under bf16 and fp16 the products take rounded copies of their factors, by
-autocast, in each place of the model and nowhere else. What sums many small terms (norms, softmax, cross-entropy)
-asks for fp32 by itself (`parallel/loss.py:widened`), for autocast's lists differ between CPU and CUDA.
+autocast, in each place of the model and nowhere else. What sums many small terms (softmax, cross-entropy) asks for
+fp32 by itself (`parallel/loss.py:widened`), for autocast's lists differ between CPU and CUDA; norms read the residual
+stream, which is in fp32.
 
 fp16 has too few small numbers for gradients: the loss's gradient, which everything before it is multiplied by,
 starts at a scale instead of 1. It is a power of two, so to take it out again rounds nothing. A step whose gradients
