@@ -25,6 +25,7 @@ LIGHT = [
     (["train", "-sc", "install=bash"],                  "complete -o nospace"),
     (["data", "--help"],                                "NAME"),
     (["parity", "--help"],                              "KEY=VALUE"),
+    (["plan", "--help"],                                "--shapes"),
     (["compare", "--help"],                             "RUN"),
 ]  # fmt: skip
 
@@ -100,7 +101,9 @@ def test_a_users_primary_config_may_stand_on_the_packaged_one(own_choices, capfd
 STRATEGIES = {f"strategy={name}" for name in packaged_choices("strategy")}
 TABS = [
     # typed so far                               offered
-    ("shardlab ",                                {"train", "data", "parity", "compare", "sync"}),
+    ("shardlab ",                                {"train", "plan", "data", "parity", "compare", "sync"}),
+    ("shardlab plan -m strategy=z",              {"strategy=zero1", "strategy=zero2", "strategy=zero3"}),
+    ("shardlab plan --s",                        {"--shapes"}),
     ("shardlab tr",                              {"train"}),
     ("shardlab train model=t",                   {"model=tiny", "model=tutorial"}),
     ("shardlab train model=small trainer.st",    {"trainer.steps="}),
