@@ -1,6 +1,6 @@
 """Bytes that a rank sends in a training step, by axis and kind, counted as axis.py counts them at the calls.
 
-Exact: tests/parity/test_plan.py compares them with what the ranks of real steps have counted.
+Exact: tests/parity/test_planned.py compares them with what the ranks of real steps have counted.
 """
 
 from __future__ import annotations

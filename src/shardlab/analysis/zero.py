@@ -1,7 +1,7 @@
 """A step of a rank whose axis shards, walked through in elements: what is gathered and reduced, and the most it holds.
 
 The walk does what parallel/shard.py does, event by event, with sizes instead of tensors: a place is computed, a
-gradient arrives, a unit is reduced. tests/parity/test_plan.py holds the one against the other.
+gradient arrives, a unit is reduced. tests/parity/test_planned.py holds the one against the other.
 """
 
 from __future__ import annotations
