@@ -16,7 +16,7 @@ from shardlab.config.schema import (
     TrainerConfig,
 )
 from shardlab.errors import ShardlabError
-from shardlab.parallel.orders import runnable, stages_per_rank
+from shardlab.parallel.orders import STAGES_PER_RANK, runnable, stages_per_rank
 
 PRESETS = {
     "single": (),
@@ -82,7 +82,7 @@ def check_ranks(strategy: StrategyConfig, ranks: int) -> int:
     if product != ranks:
         axis = split[0] if len(split) == 1 else max(sizes, key=lambda axis: sizes[axis])
         raise ShardlabError(
-            f"the axes of strategy={strategy.name} make {product} ranks, but ranks={ranks}; set ranks={product}"
+            f"the axes of strategy={strategy.name} make {product} rank{'s' * (product > 1)}, but ranks={ranks}; set ranks={product}"
             + (f" or strategy.{axis}={ranks}" if product == sizes[axis] else "")
         )
     return ranks
@@ -130,10 +130,9 @@ def check_split(config: Config) -> None:
         would = f"at most {most} would do (embedding and head may stand alone)"
         if per_rank > 1:
             shown = f"{shown} with {per_rank} stages a rank"
-            would = f"{most} stages at most, so strategy.schedule=1f1b with one a rank"
-            if most >= 2 * per_rank:
-                would += f", or strategy.pipeline={most // per_rank}"
-            would += ", would do"
+            fewer = STAGES_PER_RANK.get(strategy.schedule.name) is None and most // strategy.pipeline
+            way = f"strategy.stages_per_rank={fewer}" if fewer else "strategy.schedule=1f1b with one a rank"
+            would = f"{most} stages at most, so {way} would do"
         raise ShardlabError(f"{shown} has more stages than model.n_layers={model.n_layers} can fill; {would}")
     if stages > 1 and strategy.split is not None:
         _check_layers(strategy.split, stages, model.n_layers)
@@ -178,7 +177,7 @@ def schedule_notes(config: Config, overrides: list[str]) -> list[str]:
     strategy, trainer = config.strategy, config.trainer
     notes = []
     for axes, keys in NEEDS.items():
-        given = [key for key in keys if any(o.startswith(f"strategy.{key}=") for o in overrides)]
+        given = [key for key in keys if any(_asks(o, key) for o in overrides)]
         if all(getattr(strategy, axis) == 1 for axis in axes):
             shown = " and ".join(f"strategy.{axis}=1" for axis in axes)
             notes += [f"{shown}: strategy.{key} is left unused" for key in given]
@@ -192,6 +191,14 @@ def schedule_notes(config: Config, overrides: list[str]) -> list[str]:
         number = f"{of_a_copy} micro-batch{'es' * (of_a_copy > 1)} a copy"
         notes.append(f"{number} on {strategy.pipeline * per_rank} stages: {runs} takes the place of {schedule}")
     return notes
+
+
+def _asks(override: str, key: str) -> bool:
+    """Whether an override gives a strategy's key another value than its default."""
+    given, _, value = override.lstrip("+").partition("=")
+    default = getattr(StrategyConfig(), key)
+    usual = {None: "null", True: "true", False: "false"}.get(default, getattr(default, "name", default))
+    return given == f"strategy.{key}" and value.strip("\"'") != usual
 
 
 def settle_cut(trainer: TrainerConfig, strategy: StrategyConfig) -> TrainerConfig:

@@ -67,8 +67,8 @@ def parity(overrides: list[str], config_dir: str | None = None) -> int:
     config_dir: the user's folder of choices. Raises ShardlabError for a config that is wrong by itself, and where the
     first candidate is refused: then there is nothing to compare.
     """
-    given = [word.partition("=")[2] for word in overrides if word.startswith("run_dir=")]
-    trainings = candidates([word for word in overrides if not word.startswith("run_dir=")], config_dir)
+    given = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("run_dir=")]
+    trainings = candidates([word for word in overrides if not word.lstrip("+").startswith("run_dir=")], config_dir)
     every = [each for training in trainings for each in training]
     with Signals() as signals, _folder(given[-1] if given else None) as folder:
         for number, each in enumerate(every):
@@ -85,7 +85,7 @@ def candidates(overrides: list[str], config_dir: str | None = None) -> list[list
     """What is to be run: the candidates of each training, its reference first. Raises ShardlabError; see `parity`."""
     keys, jobs = combinations(overrides, config_dir)
     varied = set(keys) or {"strategy"}
-    own_length = any(word.startswith("trainer.steps=") for word in overrides)
+    own_length = any(word.lstrip("+").startswith("trainer.steps=") for word in overrides)
     found: list[Candidate] = []
     for words in jobs:
         label = " ".join(word for word in words if word.partition("=")[0] in varied) or "as configured"
