@@ -32,7 +32,7 @@ def main(overrides: list[str]) -> None:
         data = prepare(config.dataset)
         plan = plan_of(config, read_meta(data))
         with tempfile.TemporaryDirectory() as folder:
-            ranks = run_ranks("test_plan:measured", (config, data), config.ranks, log_dir=Path(folder))
+            ranks = run_ranks("test_planned:measured", (config, data), config.ranks, log_dir=Path(folder))
         planned, held = max(rank.memory.model for rank in plan.ranks), max(held for _, _, held, _ in ranks)
         sent = [sum(sum(kinds.values()) for kinds in axes.values()) for axes, *_ in ranks]
         most = max(rank.sent_bytes for rank in plan.ranks)

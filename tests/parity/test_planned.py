@@ -167,7 +167,7 @@ def test_bytes_and_memory_are_those_of_real_ranks(case, tmp_path):
     config = check(compose([*SMALL, *case.split()]).config)
     data = prepare(config.dataset)
     dataset = open_dataset(data, config.dataset)
-    ranks = run_ranks("test_plan:measured", (config, data), config.ranks, log_dir=tmp_path)
+    ranks = run_ranks("test_planned:measured", (config, data), config.ranks, log_dir=tmp_path)
     shape = shape_of(config.model, dataset.vocab_size, dataset.n_classes, dataset.max_len)
     for rank, (sent, seq, held, saved) in enumerate(ranks):
         work = work_of(config, shape, seq=seq)

@@ -81,8 +81,9 @@ def check_ranks(strategy: StrategyConfig, ranks: int) -> int:
         return 1
     if product != ranks:
         axis = split[0] if len(split) == 1 else max(sizes, key=lambda axis: sizes[axis])
+        made = f"{product} rank{'s' * (product > 1)}"
         raise ShardlabError(
-            f"the axes of strategy={strategy.name} make {product} rank{'s' * (product > 1)}, but ranks={ranks}; set ranks={product}"
+            f"the axes of strategy={strategy.name} make {made}, but ranks={ranks}; set ranks={product}"
             + (f" or strategy.{axis}={ranks}" if product == sizes[axis] else "")
         )
     return ranks
