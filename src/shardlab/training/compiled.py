@@ -10,6 +10,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
+from importlib import import_module
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -45,6 +48,7 @@ def compile_layers(models: Iterable[Transformer], weight_gradients: WeightGradie
     dynamo.recompile_limit = 64  # four matrices, with gradients or without, of some shapes: more than its 8
     for when in (on_compile_start, on_compile_end):  # a piece takes seconds, but all of a layer may take a minute
         when(lambda _: beat())
+    _let_progress_bars_lock_threads_alone()
     _keep_masks_as_they_are()
     # One object for all layers: dynamo would take two for a reason to compile each layer anew.
     weight_gradients.product = torch.compiler.disable(weight_gradients.product)  # type: ignore[method-assign]
@@ -56,6 +60,13 @@ def compile_layers(models: Iterable[Transformer], weight_gradients: WeightGradie
                     if hasattr(module, name) and model.part.axis.group is not None:
                         setattr(module, name, outside[getattr(module, name)])
             layer.compile()
+
+
+def _let_progress_bars_lock_threads_alone() -> None:
+    """torch's passes over a graph make a tqdm bar, shown or not, and that a semaphore between processes. A rank leaves
+    without freeing it, of which Python would warn the user when the command ends."""
+    with suppress(ImportError):
+        import_module("tqdm").tqdm.set_lock(RLock())
 
 
 def _keep_masks_as_they_are() -> None:
