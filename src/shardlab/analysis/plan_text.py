@@ -50,7 +50,10 @@ def candidates_text(candidates: list[Candidate]) -> str:
     for place, reason in refused.items():
         lines[place] = f"{rows[place][0]:<{max(len(row[0]) for row in rows)}}  {reason}"
     lines.append("")
-    lines.append("Memory of the rank that needs most, and bytes that the busiest one sends in a step.")
+    lines.append(
+        "Memory of the rank that needs most: the peak within a step, without what torch and Python need themselves"
+    )
+    lines.append("(about 0.3 GiB); activations are an estimate. Sent: by the busiest rank in a step.")
     return "\n".join(lines)
 
 
