@@ -42,7 +42,7 @@ class StepCut:
         return self.rows * self.seq
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Work:
     """A step of a run.
 

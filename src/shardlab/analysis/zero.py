@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardlab.analysis.work import Work
 from shardlab.config.schema import ShardLevel
@@ -33,6 +34,7 @@ class Walked:
     gradients: int
 
 
+@lru_cache(maxsize=16)  # the ranks of a shard axis walk alike, and memory and traffic ask for the same
 def walk(work: Work, pipeline: int) -> Walked:
     """A step under ZeRO. pipeline: the rank's number on that axis"""
     return _Walk(work, pipeline).done()
@@ -61,6 +63,9 @@ class _Walk:
         self._reduced: Counter[int] = Counter()
         self._gathered: Counter[int] = Counter()
         self._most = 0, 0
+        # What is always there; a look adds what comes and goes.
+        self._parameters = sum(unit.owned if self._cuts_parameters else unit.size for unit in self._units)
+        self._gradients = sum(unit.owned for unit in self._units) if self._cuts_gradients else 0
         for action in work.actions(pipeline):
             self._do(action, work.stages[action.stage])
         for number in sorted(self._summands):
@@ -115,12 +120,8 @@ class _Walk:
 
     def _look(self, arriving: int = 0) -> None:
         """Is this the most so far?"""
-        parameters = gradients = 0
-        for number, unit in enumerate(self._units):
-            parameters += unit.owned if self._cuts_parameters else unit.size
-            parameters += unit.size if number in self._here else 0
-            gradients += unit.owned if self._cuts_gradients else 0
-            gradients += unit.size if number in self._summands else 0
+        parameters = self._parameters + sum(self._units[number].size for number in self._here)
+        gradients = self._gradients + sum(self._units[number].size for number in self._summands)
         for number, holds_summands in self._under_way:
             unit = self._units[number]
             gradients += unit.owned + (unit.size if holds_summands else 0)
