@@ -30,6 +30,9 @@ PRESETS = {
 }
 """The axes that a packaged strategy may split; any other name, such as hybrid, takes every product."""
 
+ALONE = {"replicate": "ddp", "shard": "zero3"}
+"""The preset of an axis alone, where it has another name."""
+
 LEVELS = {"zero1": ShardLevel.optimizer, "zero2": ShardLevel.gradients, "zero3": ShardLevel.parameters}
 """What the packaged ZeRO strategies shard."""
 
@@ -63,7 +66,7 @@ def check_ranks(strategy: StrategyConfig, ranks: int) -> int:
         if size > 1 and axis not in split:
             other = "strategy=hybrid takes any product of axes"
             if strategy.name == "single":
-                other = f"strategy={'ddp' if axis == 'replicate' else axis} with ranks={size} would do"
+                other = f"strategy={ALONE.get(axis, axis)} with ranks={size} would do"
             raise ShardlabError(f"strategy={strategy.name} has strategy.{axis}=1, not {size}; {other}")
     if strategy.name == "pipeline_naive" and strategy.schedule.name != "naive":
         raise ShardlabError(
