@@ -8,16 +8,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-TESTS = Path(__file__).parents[2] / "tests" / "parity"
-sys.path.insert(0, str(TESTS))
+from shardlab.analysis.plan import plan_of
+from shardlab.analysis.plan_text import size
+from shardlab.config.check import check
+from shardlab.config.compose import compose
+from shardlab.data.prepare import prepare
+from shardlab.data.prepared import read_meta
+from shardlab.launch.ranks import run_ranks
 
-from shardlab.analysis.plan import plan_of  # noqa: E402
-from shardlab.analysis.plan_text import size  # noqa: E402
-from shardlab.config.check import check  # noqa: E402
-from shardlab.config.compose import compose  # noqa: E402
-from shardlab.data.prepare import prepare  # noqa: E402
-from shardlab.data.prepared import read_meta  # noqa: E402
-from shardlab.launch.ranks import run_ranks  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "parity"))  # the ranks import test_planned
 
 PRESETS = ("single", "ddp", "zero1", "zero2", "zero3", "pipeline", "tensor", "hybrid ranks=4")
 
